@@ -1,0 +1,1 @@
+"""Pure functions on a `Run`: formats, ratios, what-if, replay, diagnosis."""

@@ -1,0 +1,1 @@
+"""The diagnosis rules, a few a module."""

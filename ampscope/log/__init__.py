@@ -1,0 +1,1 @@
+"""The log: Arrow streams and TensorBoard events on disk."""

@@ -1,0 +1,1 @@
+"""The probe side: knows torch; everything that touches the training process."""

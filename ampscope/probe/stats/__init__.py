@@ -1,0 +1,1 @@
+"""One-pass gradient statistics and their backends."""

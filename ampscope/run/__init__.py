@@ -1,0 +1,1 @@
+"""Reading a log back as a `Run`."""
