@@ -1,0 +1,141 @@
+"""The only module that installs hooks, enters dispatch modes or swaps a class. What goes in here comes out again.
+
+Every function returns a handle with `remove()`; removing twice is harmless. "Training is unchanged" rests on this file: a
+swapped scaler calls its original methods with the user's own arguments, hooks return None, and errors pass unchanged.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+
+class Handle(Protocol):
+    """Something installed that can be taken out."""
+
+    def remove(self) -> None:
+        """Take it out; harmless when it is out already."""
+
+
+class Handles:
+    """Several handles removed together."""
+
+    def __init__(self, handles: Iterable[Handle] = ()) -> None:
+        self._handles = list(handles)
+
+    def add(self, handle: Handle) -> None:
+        """Keep one more."""
+        self._handles.append(handle)
+
+    def remove(self) -> None:
+        """Remove all of them."""
+        while self._handles:
+            self._handles.pop().remove()
+
+
+class SwappedClass:
+    """An object whose class was replaced, in place, by a subclass made for it alone."""
+
+    def __init__(self, obj: Any, swapped: type, original: type) -> None:
+        self.obj, self.swapped, self.original = obj, swapped, original
+
+    def remove(self) -> None:
+        """Give the object its own class back, unless somebody else changed it since."""
+        if type(self.obj) is self.swapped:
+            self.obj.__class__ = self.original
+
+
+def swap_class(obj: Any, methods: dict[str, Any]) -> SwappedClass:
+    """Give `obj` a subclass of its own class with `methods` added. `isinstance` and `type(obj).__name__` stay as they were.
+
+    Pickles, copies and deep copies are of the original class: they load without ampscope and are not watched. (A class is
+    swapped, since `with` looks methods up on the type, and since instance attributes would travel with copies.)
+    """
+    original = type(obj)
+
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        reduced = original.__reduce_ex__(self, protocol)
+        if not isinstance(reduced, tuple):
+            return reduced
+        make, args, *rest = reduced
+        args = tuple(original if a is swapped else a for a in args)
+        if make is copyreg.__newobj__ and len(args) == 1:  # type: ignore[attr-defined]
+            # pickle refuses __newobj__ with a class other than the object's own.
+            make, args = copyreg._reconstructor, (original, object, None)  # type: ignore[attr-defined]
+        return (original if make is swapped else make, args, *rest)
+
+    body = {
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__doc__": original.__doc__,
+        "__slots__": (),
+        "__reduce_ex__": __reduce_ex__,
+        **methods,
+    }
+    swapped = type(original)(original.__name__, (original,), body)
+    obj.__class__ = swapped
+    return SwappedClass(obj, swapped, original)
+
+
+def wraps_method(original: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Keep name, docstring and signature of a wrapped scaler method (GradScaler inspects signatures of optimizers only)."""
+    return functools.wraps(original, updated=())
+
+
+def optimizer_steps(
+    before: Callable[[torch.optim.Optimizer], None], after: Callable[[torch.optim.Optimizer], None]
+) -> Handles:
+    """Call `before` and `after` around every `step()` of every optimizer of this process."""
+
+    def pre(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        before(optimizer)
+
+    def post(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        after(optimizer)
+
+    return Handles([register_optimizer_step_pre_hook(pre), register_optimizer_step_post_hook(post)])
+
+
+def post_accumulate(params: Iterable[torch.Tensor], callback: Callable[[torch.Tensor], None]) -> Handles:
+    """Call `callback(param)` whenever a gradient was accumulated into a leaf parameter (in backward order)."""
+
+    def hook(param: torch.Tensor) -> None:
+        callback(param)
+
+    return Handles(p.register_post_accumulate_grad_hook(hook) for p in params if p.requires_grad and p.is_leaf)
+
+
+def on_backward(tensor: torch.Tensor, callback: Callable[[], None]) -> Handle | None:
+    """Call `callback()` when a gradient with respect to `tensor` is computed; None where it takes no gradient."""
+    if not tensor.requires_grad:
+        return None
+
+    def hook(grad: torch.Tensor) -> None:
+        callback()
+
+    return tensor.register_hook(hook)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def forward_pre(module: nn.Module, callback: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]) -> RemovableHandle:
+    """Call `callback(module, args, kwargs)` before a module's forward."""
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        callback(module, args, kwargs)
+
+    return module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def forward_post(module: nn.Module, callback: Callable[[nn.Module, tuple[Any, ...], Any], None]) -> RemovableHandle:
+    """Call `callback(module, args, output)` after a module's forward, also when it raised (then output is None)."""
+
+    def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        callback(module, args, output)
+
+    return module.register_forward_hook(hook, always_call=True)

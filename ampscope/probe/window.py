@@ -1,0 +1,167 @@
+"""What one record gathers while its step is open, and how its numbers come to the host without a synchronisation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from ampscope.record.step import MEASURED, Event, LayerStats, StepRecord
+
+
+def host_value(tensor: torch.Tensor) -> float:
+    """Return the sum of a CPU tensor's elements as float, without `aten::item` (a dispatch mode of the user's stays quiet)."""
+    plain = tensor.detach()
+    if plain.dtype is torch.bfloat16:
+        plain = plain.float()
+    values = plain.resolve_conj().resolve_neg().numpy()
+    total = values.sum(dtype=np.complex128 if plain.is_complex() else np.float64)
+    return float(total.real)
+
+
+class Fetch:
+    """Scalars on their way from devices: `put` or `add` now, `ready` / `get` later. One copy a device.
+
+    CPU tensors are read at once; others are gathered into one tensor a device and copied, asynchronously, to pinned memory.
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[str, float] = {}
+        self._waiting: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
+        self._copies: list[tuple[list[str], torch.Tensor, Any]] = []
+
+    def put(self, name: str, value: float | torch.Tensor) -> None:
+        """Remember a number, or the sum of a tensor's elements, under `name`, in place of an earlier one."""
+        self._values.pop(name, None)
+        for items in self._waiting.values():
+            items[:] = [item for item in items if item[0] != name]
+        self.add(name, value)
+
+    def add(self, name: str, value: float | torch.Tensor) -> None:
+        """Add a number, or the sum of a tensor's elements, to what `name` holds."""
+        if not isinstance(value, torch.Tensor):
+            self._values[name] = self._values.get(name, 0.0) + float(value)
+        elif value.device.type == "cpu":
+            self._values[name] = self._values.get(name, 0.0) + host_value(value)
+        else:
+            wide = torch.float32 if value.device.type == "mps" else torch.float64
+            self._waiting.setdefault(value.device, []).append((name, value.detach().to(wide).sum()))
+
+    def absorb(self, other: Fetch) -> None:
+        """Take over what another fetch, not sent yet, holds; sums are added up."""
+        for name, value in other._values.items():
+            self.add(name, value)
+        for device, items in other._waiting.items():
+            self._waiting.setdefault(device, []).extend(items)
+
+    def send(self) -> None:
+        """Start the copies. Nothing may be put afterwards."""
+        for device, items in self._waiting.items():
+            if not items:
+                continue
+            host = torch.stack([t for _, t in items])
+            event = None
+            if device.type == "cuda":
+                stacked, host = host, torch.empty(host.shape, dtype=host.dtype, pin_memory=True)
+                host.copy_(stacked, non_blocking=True)
+                event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                event.record(torch.cuda.current_stream(device))  # type: ignore[no-untyped-call]
+            self._copies.append(([n for n, _ in items], host, event))
+        self._waiting.clear()
+
+    def ready(self) -> bool:
+        """Whether `get` returns without waiting."""
+        return all(event is not None and event.query() for _, _, event in self._copies)
+
+    def get(self) -> dict[str, float]:
+        """Wait, and return every number."""
+        for names, host, event in self._copies:
+            if event is not None:
+                event.synchronize()
+            for name, value in zip(names, host.cpu().numpy().tolist(), strict=True):
+                self._values[name] = self._values.get(name, 0.0) + value
+        self._copies.clear()
+        return self._values
+
+
+@dataclass(slots=True)
+class Taken:
+    """Statistics taken of one optimizer's gradients: `pending` rows belong to layers `index`."""
+
+    index: np.ndarray[Any, np.dtype[np.int64]]
+    missing: np.ndarray[Any, np.dtype[np.int64]]
+    pending: Any
+
+
+@dataclass(slots=True)
+class Loss:
+    """One tensor that went through `scale()`: its unscaled value, and whether it was back-propagated."""
+
+    value: torch.Tensor | float
+    backward: bool = False
+    segment: int = 0
+
+
+@dataclass(slots=True)
+class Window:
+    """Everything gathered for the record that is open."""
+
+    step: int
+    fetch: Fetch = field(default_factory=Fetch)
+    losses: list[Loss] = field(default_factory=list)
+    scale_calls: int = 0
+    taken: list[Taken] = field(default_factory=list)
+    measured: set[int] = field(default_factory=set)
+    stepped: list[int] = field(default_factory=list)
+    """ids of optimizers stepped, in order."""
+    begun: set[int] = field(default_factory=set)
+    """ids of optimizers whose gradients were looked at."""
+    unscaled: set[int] = field(default_factory=set)
+    """ids of optimizers whose gradients `unscale_` has divided by the scale."""
+    flagged: set[int] = field(default_factory=set)
+    events: list[Event] = field(default_factory=list)
+    custom: dict[str, float] = field(default_factory=dict)
+    lr: bool = False
+    overhead: float = 0.0
+    keep_exponents: bool = False
+    sampled: bool = True
+    n_layers: int = 0
+    weight_index: np.ndarray[Any, np.dtype[np.int64]] | None = None
+    probed_flushed: Any = None
+    """int64 [L] array, or a callable that gives it once the record is resolved."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything happened that deserves a record."""
+        return bool(self.stepped or self.begun or self.losses or self.events or self.custom or self.measured)
+
+
+def merge(taken: Sequence[Taken], n: int) -> LayerStats:
+    """Scatter the rows of all optimizers into statistics of `n` layers."""
+    out = LayerStats.empty(n)
+    for part in taken:
+        rows: LayerStats = part.pending.resolve()
+        for name in LayerStats.__dataclass_fields__:
+            getattr(out, name)[part.index] = getattr(rows, name)
+        out.state[part.index] = MEASURED
+        out.state[part.missing] = 1
+    out.state[out.state == 0] = 1
+    return out
+
+
+class PendingRecord:
+    """A closed window whose numbers may still be on a device."""
+
+    def __init__(self, window: Window, build: Callable[[Window], StepRecord]) -> None:
+        self._window, self._build = window, build
+
+    def ready(self) -> bool:
+        """Whether `resolve` returns without waiting."""
+        return self._window.fetch.ready() and all(t.pending.ready() for t in self._window.taken)
+
+    def resolve(self) -> StepRecord:
+        """Wait for the numbers; return the record."""
+        return self._build(self._window)
