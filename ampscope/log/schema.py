@@ -1,0 +1,126 @@
+"""The schema of the log: header, columns. docs/log-format.md has it as a table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import pyarrow as pa
+
+from ampscope.errors import LogError
+from ampscope.record.step import Layer
+
+FORMAT_VERSION = 1
+HEADER_KEY = b"ampscope"
+
+SCALARS = (
+    "time", "loss", "loss_scale", "growth_tracker", "skipped", "micro_steps", "lr", "step_seconds", "overhead_seconds",
+    "peak_memory_bytes", "grad_norm", "headroom_bits", "underflow_ratio", "zero_ratio", "nonfinite_layers",
+)  # fmt: skip
+"""float64 columns of every row."""
+
+COUNTS = ("zeros", "nan", "pos_inf", "neg_inf", "subnormal", "low_octave", "lowest", "below_unscaled")
+"""int64 columns, a fixed-size list of one count a layer."""
+
+LAYER_COLUMNS: tuple[tuple[str, pa.DataType], ...] = (
+    ("state", pa.uint8()),
+    *((name, pa.int64()) for name in COUNTS),
+    ("max_abs", pa.float32()),
+    ("sum_squares", pa.float64()),
+    ("low_bits", pa.uint32()),
+    ("zero_rows", pa.int32()),
+    ("zero_cols", pa.int32()),
+    ("median_bin", pa.uint8()),
+)
+"""Columns that hold a fixed-size list, one value a layer in layer order."""
+
+EVENT = pa.struct(
+    [
+        ("step", pa.int64()),
+        ("kind", pa.utf8()),
+        ("rank", pa.int32()),
+        ("phase", pa.utf8()),
+        ("layers", pa.list_(pa.utf8())),
+        ("op", pa.utf8()),
+        ("where", pa.utf8()),
+        ("message", pa.utf8()),
+        ("data", pa.utf8()),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Header:
+    """What is known of a stream before its first row; JSON in the schema's metadata under `ampscope`."""
+
+    layers: Sequence[Layer]
+    session: int = 0
+    rank: int = 0
+    world_size: int = 1
+    part: int = 0
+    first_step: int = 0
+    scaler: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    device: str = "cpu"
+    device_name: str = ""
+    gradients: str = ""
+    """ "replicated" (DDP: every rank holds the same; never add up), "sharded" (FSDP: add up) or "" (one process)."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    created: float = 0.0
+    pid: int = 0
+    host: str = ""
+    kind: str = "gradients"
+    version: int = FORMAT_VERSION
+
+    def to_json(self) -> bytes:
+        """Return the header as JSON bytes."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_schema(cls, schema: pa.Schema, path: str) -> Header:
+        """Read the header back.
+
+        Raises:
+            LogError: not an ampscope log, or one of a newer version.
+        """
+        raw = (schema.metadata or {}).get(HEADER_KEY)
+        if raw is None:
+            raise LogError(f"{path} is not an ampscope log (no header in its schema)")
+        try:
+            data = json.loads(raw)
+            version = int(data["version"])
+        except (ValueError, KeyError, TypeError):
+            raise LogError(f"{path}: the header is damaged") from None
+        if version > FORMAT_VERSION:
+            raise LogError(
+                f"{path} was written in log format {version}; this ampscope reads up to {FORMAT_VERSION}: upgrade ampscope"
+            )
+        try:
+            layers = [Layer(**{**x, "shape": tuple(x["shape"])}) for x in data.pop("layers")]
+            known = {k: v for k, v in data.items() if k in cls.__dataclass_fields__}
+            return cls(layers=layers, **known)
+        except (KeyError, TypeError):
+            raise LogError(f"{path}: the header is damaged") from None
+
+
+def make_schema(header: Header) -> pa.Schema:
+    """Return the Arrow schema of a stream of `len(header.layers)` layers."""
+    n = len(header.layers)
+    fields = [pa.field("row", pa.int64()), pa.field("is_step", pa.bool_()), pa.field("step", pa.int64())]
+    fields += [pa.field(name, pa.float64()) for name in SCALARS]
+    fields += [pa.field(name, pa.list_(kind, n)) for name, kind in LAYER_COLUMNS]
+    fields += [
+        pa.field("weight_norm", pa.list_(pa.float32())),
+        pa.field("probed_flushed", pa.list_(pa.int64())),
+        pa.field("hist_layer", pa.list_(pa.int32())),
+        pa.field("hist_first", pa.list_(pa.uint8())),
+        pa.field("hist_length", pa.list_(pa.uint16())),
+        pa.field("hist_counts", pa.list_(pa.int64())),
+        pa.field("hist_exact", pa.list_(pa.int64())),
+        pa.field("custom", pa.map_(pa.utf8(), pa.float64())),
+        pa.field("observed", pa.map_(pa.utf8(), pa.float64())),
+        pa.field("events", pa.list_(EVENT)),
+    ]
+    return pa.schema(fields, metadata={HEADER_KEY: header.to_json()})
