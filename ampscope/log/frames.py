@@ -42,9 +42,9 @@ def body_length(metadata: bytes) -> int:
         table = struct.unpack_from("<I", metadata, 0)[0]
         vtable = table - struct.unpack_from("<i", metadata, table)[0]
         size = struct.unpack_from("<H", metadata, vtable)[0]
-        if vtable < 0 or size < 12:
+        if vtable < 0 or size < 8:
             raise ValueError("not an Arrow message")
-        at = struct.unpack_from("<H", metadata, vtable + 10)[0]
+        at = struct.unpack_from("<H", metadata, vtable + 10)[0] if size >= 12 else 0
         length = struct.unpack_from("<q", metadata, table + at)[0] if at else 0
     except struct.error:
         raise ValueError("not an Arrow message") from None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -23,16 +22,6 @@ ARROW_ERRORS = (
 """What reading damaged Arrow data was seen to raise."""
 
 
-@dataclass(slots=True)
-class Chunk:
-    """One batch of a stream: its place in the file, or (of a tail) the batch itself."""
-
-    stream: Stream
-    frame: frames.Frame
-    rows: int = -1
-    verified: bool = False
-
-
 class Stream:
     """One `.arrows` file, read incrementally: `scan` finds new messages, `load` reads one."""
 
@@ -46,8 +35,19 @@ class Stream:
         self._offset = 0
         self._identity: tuple[int, int] | None = None
 
-    def scan(self) -> list[frames.Frame] | None:
-        """Return new messages, or None if the file was begun anew (what was read of it before is void).
+    def scan(self) -> list[frames.Frame]:
+        """Return the messages that were appended since the last call.
+
+        Raises:
+            LogError: a newer version, or not an ampscope log.
+        """
+        return [frame for frame, _ in self.read_new(())[1]]
+
+    def read_new(self, columns: Sequence[str] | None = None) -> tuple[bool, list[tuple[frames.Frame, pa.RecordBatch | None]]]:
+        """Return (begun anew, [(message, batch)]): what was appended since the last call, with some or all columns.
+
+        If the file was begun anew (a tail, or an empty stream given a new header), what was read of it before is void. A batch is None
+        where it is damaged, or where `columns` is empty. Frames and batches are of one and the same file, even if it is replaced meanwhile.
 
         Raises:
             LogError: a newer version, or not an ampscope log.
@@ -60,15 +60,18 @@ class Stream:
                 if self._identity is None or anew:
                     self._identity = identity
                     self._offset, self.finished, self.schema, self.header = 0, False, None, None
-                    if anew:
-                        self.damage.clear()
-                        return None
-                return self._scan(file, stat.st_size)
+                    self.damage.clear()
+                found = self._scan(file, stat.st_size)
+                if columns is not None and not columns:
+                    return anew, [(frame, None) for frame in found]
+                return anew, [(frame, self._load(file, frame, columns, False)) for frame in found]
         except FileNotFoundError:
-            return []
+            gone = self._identity is not None
+            self._identity = None
+            return gone, []
         except OSError as error:
             self._note(f"cannot be read ({error.strerror or error})")
-            return []
+            return False, []
 
     def _scan(self, file: BinaryIO, size: int) -> list[frames.Frame]:
         found: list[frames.Frame] = []
@@ -125,8 +128,17 @@ class Stream:
         """
         try:
             with open(self.path, "rb") as file:
-                file.seek(frame.offset)
-                raw = file.read(frame.size)
+                return self._load(file, frame, columns, verified)
+        except FileNotFoundError:
+            self._note("vanished while it was being read")
+        except OSError as error:
+            self._note(f"cannot be read ({error.strerror or error})")
+        return None
+
+    def _load(self, file: BinaryIO, frame: frames.Frame, columns: Sequence[str] | None, verified: bool) -> pa.RecordBatch | None:
+        try:
+            file.seek(frame.offset)
+            raw = file.read(frame.size)
             if len(raw) < frame.size:
                 self._note(f"the batch at {frame.offset} is cut")
                 return None
@@ -136,15 +148,12 @@ class Stream:
             options = None
             if columns is not None:
                 assert self.schema is not None
-                wanted = [i for i, name in enumerate(self.schema.names) if name in set(columns)]
-                options = pa.ipc.IpcReadOptions(included_fields=wanted)
+                wanted = set(columns)
+                options = pa.ipc.IpcReadOptions(included_fields=[i for i, n in enumerate(self.schema.names) if n in wanted])
             with pa.ipc.open_stream(pa.BufferReader(self._schema_bytes + raw), options=options) as reader:
                 batch = reader.read_next_batch()
             batch.validate(full=True)
         except StopIteration:
-            return None
-        except FileNotFoundError:
-            self._note("vanished while it was being read")
             return None
         except ARROW_ERRORS as error:
             self._note(f"the batch at {frame.offset} is damaged ({type(error).__name__}) and was left out")
@@ -190,7 +199,7 @@ def last_step(folder: Path, before_session: int) -> int:
 def _steps(path: Path) -> Iterator[int]:
     stream = Stream(path)
     try:
-        found = stream.scan() or []
+        found = stream.scan()
     except LogError:
         return
     for frame in reversed(found):

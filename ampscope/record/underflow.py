@@ -8,6 +8,9 @@ import numpy as np
 
 Array = np.ndarray[Any, Any]
 
+COLUMNS = ("zeros", "low_octave", "low_bits")
+"""Columns of the log the estimate rests on."""
+
 
 def estimate(columns: dict[str, Array], numel: Array) -> tuple[Array, Array, Array]:
     """Return (estimate, low, high): share of elements flushed to zero at the scale used, float64 like `columns["zeros"]`.
