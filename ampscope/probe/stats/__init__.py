@@ -5,6 +5,8 @@ All give equal integer counts. `measure` starts, `StatsPending` waits.
 
 from __future__ import annotations
 
+import importlib.util
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,6 +29,8 @@ class StatsPending:
 
     def resolve(self) -> LayerStats:
         """Wait, and return the statistics in the order the tensors were given."""
+        if len(self._parts) == 1 and isinstance(self._parts[0][1], np.ndarray):
+            return rows.to_stats(self._parts[0][1], self._parts[0][2])
         ints = np.zeros((self._n, rows.WIDTH), np.int64)
         floats = np.zeros((self._n, 2), np.float64)
         for index, i, f, event in self._parts:
@@ -35,6 +39,44 @@ class StatsPending:
             ints[index] = i if isinstance(i, np.ndarray) else i.cpu().numpy()
             floats[index] = f if isinstance(f, np.ndarray) else f.cpu().numpy()
         return rows.to_stats(ints, floats)
+
+
+class Backends:
+    """The backends of this process. numba is imported and compiled by a thread; torch operations serve until it is ready.
+
+    Counts are equal, so nobody notices the change.
+    """
+
+    def __init__(self) -> None:
+        self._kernel: Any = None
+        self._thread: threading.Thread | None = None
+
+    def warm(self, wait: bool = False) -> None:
+        """Begin loading the CPU kernel; with `wait`, return when it is there (or cannot be)."""
+        if self._thread is None and importlib.util.find_spec("numba") is not None:
+            self._thread = threading.Thread(target=self._load, name="ampscope-warm", daemon=True)
+            self._thread.start()
+        if wait and self._thread is not None:
+            self._thread.join()
+
+    def _load(self) -> None:
+        try:
+            from ampscope.probe.stats.numba_cpu import CpuKernel, warm
+        except ImportError:
+            return
+        kernel = CpuKernel()
+        warm(kernel)
+        self._kernel = kernel
+
+    def cpu(self, tensors: Sequence[torch.Tensor]) -> tuple[Any, Any]:
+        """Measure CPU tensors."""
+        if self._kernel is None:
+            return torch_ops.measure(tensors)
+        return self._kernel.measure(tensors)  # type: ignore[no-any-return]
+
+
+BACKENDS = Backends()
+"""Holds compiled code only: a kernel is compiled once a process, whoever asks."""
 
 
 def measure(tensors: Sequence[torch.Tensor]) -> StatsPending:
@@ -46,7 +88,10 @@ def measure(tensors: Sequence[torch.Tensor]) -> StatsPending:
     for i, t in enumerate(tensors):
         groups.setdefault(t.device, []).append(i)
     parts: list[tuple[list[int], Any, Any, Any]] = []
-    for _, index in groups.items():
-        ints, floats = torch_ops.measure([tensors[i] for i in index])
-        parts.append((index, ints, floats, None))
+    for device, index in groups.items():
+        mine = tensors if len(groups) == 1 else [tensors[i] for i in index]
+        if device.type == "cpu":
+            parts.append((index, *BACKENDS.cpu(mine), None))
+        else:
+            parts.append((index, *torch_ops.measure(mine), None))
     return StatsPending(len(tensors), parts)
