@@ -1,0 +1,1 @@
+"""One module a tab: what the browser asks, what the server answers."""

@@ -1,0 +1,219 @@
+"""Panels stacked on one x axis with one crosshair.
+
+One x axis with several y domains: `hoversubplots="axis"` needs it (`make_subplots(shared_xaxes=True)` does not do it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from . import encode
+from .theme import PALETTES, Figure, Theme, layout
+
+Array = np.ndarray[Any, Any]
+Scale = Literal["linear", "log10", "log2", "share"]
+
+BAD = {"nan": "x", "+inf": "triangle-up", "-inf": "triangle-down"}
+"""Marker shapes of values that a line cannot show."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One trace of a panel: a line (`mode="lines"`), dots, or the upper edge of a band (`fill`)."""
+
+    name: str
+    x: Array
+    y: Array
+    color: str
+    mode: str = "lines"
+    width: float = 1.5
+    step: bool = False
+    fill: str = ""
+    symbol: str = "circle"
+    size: int = 6
+    hover: bool = True
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One y axis. `bad_x`, `bad_kind`: steps at which the value was NaN or inf, drawn at the panel's upper edge."""
+
+    title: str
+    lines: Sequence[Line]
+    scale: Scale = "linear"
+    weight: float = 1.0
+    format: str = ".4~g"
+    bad_x: Array = field(default_factory=lambda: np.zeros(0))
+    bad_kind: Sequence[str] = ()
+    strip: dict[str, Any] | None = None
+    """A ready trace for a panel of marks on a hidden 0–1 axis, instead of lines."""
+    ticks: dict[str, Any] = field(default_factory=dict)
+
+
+def powers(values: Sequence[Array], most: int = 6) -> dict[str, Any]:
+    """Return ticks of a log2 axis labelled 2^k (plotly itself would write 16.384k), at most about `most` in view."""
+    seen = np.concatenate([np.asarray(v, float).ravel() for v in values]) if len(values) else np.zeros(0)
+    seen = seen[np.isfinite(seen) & (seen > 0)]
+    if not seen.size:
+        return {"tickmode": "array", "tickvals": [1.0], "ticktext": ["2^0"]}
+    low, high = int(np.floor(np.log2(seen.min()))), int(np.ceil(np.log2(seen.max())))
+    stride = max(1, -(-(high - low) // most))
+    exponents = range(low - low % stride - stride, high + 2 * stride, stride)
+    exponents = range(max(exponents.start, -1000), min(exponents.stop, 1000), stride)
+    return {"tickmode": "array", "tickvals": [2.0**k for k in exponents], "ticktext": [f"2^{k}" for k in exponents]}
+
+
+def log_range(values: Sequence[Array], base: float, pad: float = 0.06, least: float = 1.0) -> list[float] | None:
+    """Return a range for a log axis (in log10 units) that holds all positive values, or None if there is none."""
+    seen = np.concatenate([np.asarray(v, float).ravel() for v in values]) if len(values) else np.zeros(0)
+    seen = seen[np.isfinite(seen) & (seen > 0)]
+    if not seen.size:
+        return None
+    low, high = float(np.log10(seen.min())), float(np.log10(seen.max()))
+    spread = max((high - low) * pad, least * float(np.log10(base)))
+    return [low - spread, high + spread]
+
+
+def stacked(
+    panels: Sequence[Panel],
+    theme: Theme,
+    revision: str,
+    *,
+    x_range: Sequence[float] | None = None,
+    x_title: str = "step",
+    x_log: bool = False,
+    breaks: Sequence[tuple[float, str]] = (),
+    height: int = 150,
+    legend: bool = False,
+) -> Figure:
+    """Return the figure.
+
+    Args:
+        panels: from top to bottom.
+        x_range: the x range to show; None lets plotly follow the data.
+        breaks: (x, label) of vertical lines over all panels, e.g. where a session began.
+        height: pixels of a panel of weight 1.
+    """
+    p = PALETTES[theme]
+    total = sum(panel.weight for panel in panels)
+    pixels = int(total * height) + 60
+    gap = 30 / pixels
+    data: list[dict[str, Any]] = []
+    axes: dict[str, Any] = {}
+    notes: list[dict[str, Any]] = []
+    top = 1.0
+    for i, panel in enumerate(panels):
+        share = panel.weight / total
+        domain = [max(0.0, top - share + (gap if i < len(panels) - 1 else 0)), top - gap * 0.6]
+        top -= share
+        name = "y" if i == 0 else f"y{i + 1}"
+        axes[f"yaxis{name[1:]}"] = _axis(panel, domain)
+        data += [_trace(line, panel, name) for line in panel.lines]
+        if panel.strip is not None:
+            data.append(panel.strip | {"xaxis": "x", "yaxis": name})
+        if panel.strip is None:
+            over = f"y{i + 1 + len(panels)}"
+            axes[f"yaxis{over[1:]}"] = {
+                "overlaying": name,
+                "range": [0, 1],
+                "visible": False,
+                "fixedrange": True,
+                "domain": domain,
+            }
+            data.append(_bad(panel, over, p.nan))
+        notes.append(
+            {"text": f"<b>{encode.text(panel.title)}</b>", "x": 0, "xref": "paper", "xanchor": "left", "y": domain[1],
+             "yref": "paper", "yanchor": "bottom", "showarrow": False, "font": {"size": 12, "color": p.text}}
+        )  # fmt: skip
+    wall = f"y{2 * len(panels) + 1}"
+    axes[f"yaxis{wall[1:]}"] = {
+        "range": [0, 1], "visible": False, "fixedrange": True, "domain": [0, 1], "anchor": "x", "overlaying": "y",
+    }  # fmt: skip
+    data.append(_breaks(breaks, wall, p.session))
+    notes += [
+        {"text": encode.text(label), "x": x, "xref": "x", "y": 1, "yref": "paper", "yanchor": "bottom", "xanchor": "left",
+         "showarrow": False, "font": {"size": 10, "color": p.muted}}
+        for x, label in list(breaks)[:20]
+    ]  # fmt: skip
+    x_axis: dict[str, Any] = {
+        "title": {"text": x_title}, "anchor": "y" if len(panels) == 1 else f"y{len(panels)}", "domain": [0, 1],
+        "showspikes": True, "spikemode": "across", "spikesnap": "cursor", "spikethickness": 1, "spikedash": "solid",
+        "spikecolor": p.muted, "type": "log" if x_log else "linear", "exponentformat": "none", "separatethousands": True,
+    }  # fmt: skip
+    x_axis |= {"range": [float(v) for v in x_range], "autorange": False} if x_range else {"autorange": True}
+    return {
+        "data": data,
+        "layout": layout(
+            theme, revision, xaxis=x_axis, **axes, annotations=notes, height=pixels, hovermode="x unified",
+            hoversubplots="axis", margin={"l": 68, "r": 14, "t": 34, "b": 46}, showlegend=legend,
+        ),
+    }  # fmt: skip
+
+
+def _axis(panel: Panel, domain: list[float]) -> dict[str, Any]:
+    axis: dict[str, Any] = {"domain": domain, "anchor": "x", "tickformat": panel.format, "nticks": 5}
+    values = [line.y for line in panel.lines]
+    if panel.strip is not None:
+        return axis | {"range": [0, 1], "fixedrange": True, "showgrid": False, "zeroline": False, **panel.ticks}
+    if panel.scale == "log2":
+        axis |= {"type": "log", **powers(values)}
+        axis.pop("tickformat")
+        if (span := log_range(values, 2.0)) is not None:
+            axis |= {"range": span, "autorange": False}
+    elif panel.scale == "log10":
+        axis |= {"type": "log", "exponentformat": "power", "dtick": _decades(values)}
+        axis.pop("tickformat")
+    elif panel.scale == "share":
+        axis |= {"tickformat": ".3~p", "rangemode": "tozero"}
+    return axis | panel.ticks
+
+
+def _decades(values: Sequence[Array]) -> float:
+    span = log_range(values, 10.0, 0.0, 0.0)
+    return 1 if span is None else max(1, int(np.ceil((span[1] - span[0]) / 5)))
+
+
+def _trace(line: Line, panel: Panel, axis: str) -> dict[str, Any]:
+    shown = ".3~p" if panel.scale == "share" else panel.format
+    trace: dict[str, Any] = {
+        "type": "scatter", "name": encode.text(line.name), "xaxis": "x", "yaxis": axis, "mode": line.mode,
+        "x": encode.array(line.x), "y": encode.array(line.y), "connectgaps": False,
+    }  # fmt: skip
+    if "lines" in line.mode:
+        trace["line"] = {
+            "color": line.color,
+            "width": line.width,
+            "shape": "hv" if line.step else "linear",
+            "simplify": False,
+        }
+    if "markers" in line.mode:
+        trace["marker"] = {"color": line.color, "symbol": line.symbol, "size": line.size}
+    if line.fill:
+        trace |= {"fill": "tonexty", "fillcolor": line.fill}
+    if line.hover:
+        trace["hovertemplate"] = f"%{{y:{shown}}}"
+    else:
+        trace["hoverinfo"] = "skip"
+    return trace
+
+
+def _bad(panel: Panel, axis: str, color: str) -> dict[str, Any]:
+    kinds = list(panel.bad_kind)
+    return {
+        "type": "scatter", "mode": "markers", "xaxis": "x", "yaxis": axis, "name": encode.text(f"{panel.title}: not finite"),
+        "x": encode.array(panel.bad_x), "y": [0.93] * len(kinds), "text": [k.upper() if k == "nan" else k for k in kinds],
+        "hovertemplate": "%{text}", "cliponaxis": False,
+        "marker": {"symbol": [BAD[k] for k in kinds], "color": color, "size": 8},
+    }  # fmt: skip
+
+
+def _breaks(breaks: Sequence[tuple[float, str]], axis: str, color: str) -> dict[str, Any]:
+    x = [value for at, _ in breaks for value in (at, at, None)]
+    return {
+        "type": "scatter", "mode": "lines", "xaxis": "x", "yaxis": axis, "name": "session start", "hoverinfo": "skip",
+        "x": x, "y": [value for _ in breaks for value in (0, 1, None)], "line": {"color": color, "width": 1},
+    }  # fmt: skip

@@ -1,0 +1,1 @@
+"""The page: what stands where."""

@@ -1,0 +1,158 @@
+"""The runs of one folder: found, opened when asked for, refreshed as they grow. Shared by every viewer, behind a lock."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ampscope.errors import AmpscopeError, LogError
+from ampscope.log.rundir import DEAD_AFTER
+from ampscope.log.streams import stream_files
+from ampscope.run.find import run_folders
+from ampscope.run.run import Run
+
+from .source import Source
+
+State = Literal["live", "ended", "died", "empty"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A run's folder. `key` is its path below the log folder, the only way a viewer can name it."""
+
+    key: str
+    path: Path
+    modified: float
+
+
+@dataclass(frozen=True)
+class Life:
+    """Whether a run goes on. `age`: seconds since its last sign of life, `rows_age`: since its newest row (NaN: none)."""
+
+    state: State
+    age: float
+    rows_age: float
+    last_step: int
+
+
+class RunStore:
+    """Runs below `log_dir`. A viewer's key is looked up among the folders found; no path is ever made from it."""
+
+    def __init__(self, log_dir: str | Path, *, clock: Callable[[], float] = time.time, rescan: float = 2.0) -> None:
+        self.log_dir = Path(log_dir)
+        self._clock, self._rescan = clock, rescan
+        self._lock = threading.RLock()
+        self._entries: dict[str, Entry] = {}
+        self._sources: dict[str, Source] = {}
+        self._scanned = float("-inf")
+        self._refreshed: dict[str, float] = {}
+        self._jobs: queue.Queue[tuple[Source, str, int]] = queue.Queue()
+        self._pending: set[tuple[int, str, int]] = set()
+        self._worker: threading.Thread | None = None
+
+    @property
+    def now(self) -> float:
+        """Unix seconds."""
+        return self._clock()
+
+    def entries(self) -> list[Entry]:
+        """Return the runs found, newest first; the folder is looked at again at most every `rescan` seconds.
+
+        Raises:
+            LogError: there is no such folder.
+        """
+        with self._lock:
+            if abs(self.now - self._scanned) >= self._rescan:
+                folders = run_folders(self.log_dir)
+                self._entries = {e.key: e for e in map(self._entry, folders)}
+                self._scanned = self.now
+            return sorted(self._entries.values(), key=lambda e: (e.modified, e.key), reverse=True)
+
+    def _entry(self, folder: Path) -> Entry:
+        key = folder.relative_to(self.log_dir).as_posix()
+        newest = 0.0
+        for _, _, _, path in stream_files(folder):
+            try:
+                newest = max(newest, path.stat().st_mtime)
+            except OSError:
+                continue
+        return Entry(folder.resolve().name if key == "." else key, folder, newest)
+
+    def source(self, key: str) -> Source:
+        """Return a run, opened on first use.
+
+        Raises:
+            AmpscopeError: no such run in the folder.
+            LogError: its log cannot be read (damaged beginning, newer version).
+        """
+        with self._lock:
+            found = self._sources.get(key)
+            if found is not None:
+                return found
+            entry = self._entries.get(key) or {e.key: e for e in self.entries()}.get(key)
+            if entry is None:
+                raise AmpscopeError(f"no run {key!r} in {str(self.log_dir)!r}; it may have been renamed or deleted")
+            source = self._sources[key] = Source(key, Run(entry.path), self._ask)
+            self._refreshed[key] = self.now
+            return source
+
+    def refresh(self, key: str, least: float = 0.5) -> Source:
+        """Return a run with what was appended; the disk is looked at no more often than every `least` seconds.
+
+        Raises:
+            AmpscopeError, LogError: see `source`.
+        """
+        source = self.source(key)
+        with self._lock:
+            due = abs(self.now - self._refreshed.get(key, float("-inf"))) >= least
+            if due:
+                self._refreshed[key] = self.now
+        if due:
+            source.refresh()
+        return source
+
+    def life(self, source: Source) -> Life:
+        """Return whether a run is live, ended or seems dead."""
+        run, now = source.run, self.now
+        age = max(0.0, now - run.last_seen)
+        steps = source.steps
+        rows_age = float("nan")
+        if len(steps):
+            times = source.values("time", run.ranks[0])
+            rows_age = max(0.0, now - float(times[-1]))
+        state: State = "ended" if run.finished else "died" if age > DEAD_AFTER else "live"
+        if state == "live" and not len(steps):
+            state = "empty"
+        return Life(state, age, rows_age, int(steps[-1]) if len(steps) else -1)
+
+    # Summaries of long runs are made by one thread, a chunk at a time, so that viewers are answered in between
+
+    def _ask(self, source: Source, family: str, rank: int) -> None:
+        job = (id(source), family, rank)
+        with self._lock:
+            if job in self._pending:
+                return
+            self._pending.add(job)
+            self._jobs.put((source, family, rank))
+            if self._worker is None:
+                self._worker = threading.Thread(target=self._work, name="ampscope-summaries", daemon=True)
+                self._worker.start()
+
+    def _work(self) -> None:
+        while True:
+            source, family, rank = self._jobs.get()
+            more = False
+            try:
+                more = source.scan_chunk(family, rank)
+            except (AmpscopeError, LogError, OSError):
+                more = False  # the view that asked says what is wrong with the log
+            if more:
+                self._jobs.put((source, family, rank))
+                continue
+            with self._lock:
+                self._pending.discard((id(source), family, rank))

@@ -1,0 +1,1 @@
+"""Run → plain data for each tab: no Dash, no plotly. Asserted on in the tests."""
