@@ -4,51 +4,41 @@ from __future__ import annotations
 
 import io
 import os
-import zlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
 
 from ampscope.log import frames
+from ampscope.log.buffer import RowBuffer
 from ampscope.log.encode import Row, to_batch
-from ampscope.log.schema import Header, make_schema
+from ampscope.log.schema import Header, buffers_a_column, make_schema
 
-BIG = 1000
-"""Rows of a big batch: scalars of a million rows read in 0.4 s from batches of 1,000, in minutes from batches of one."""
 TAIL_BATCHES = 64
 """Batches after which the tail is begun anew as one batch, so that a run of slow steps opens as fast as a dense one."""
 _OPTIONS = pa.ipc.IpcWriteOptions(compression="lz4")
-END = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 
 
-def schema_message(schema: pa.Schema) -> bytes:
-    """Return the message that begins a stream."""
-    return bytes(schema.serialize())
+def message(batch: pa.RecordBatch, buffers: Sequence[int]) -> bytes:
+    """Return one batch as an IPC message, LZ4-compressed, with its checksums (`frames`).
 
-
-def message(batch: pa.RecordBatch) -> bytes:
-    """Return one batch as an IPC message, LZ4-compressed, with the CRC-32 of its body in its metadata."""
-    plain = _encode(batch, None)
-    frame = frames.next_frame(io.BytesIO(plain), 0, len(plain))
-    assert frame is not None
-    crc = zlib.crc32(memoryview(plain)[frame.head :])
-    return _encode(batch, {f"{frames.CRC_KEY}={crc:08x}": ""})
-
-
-def _encode(batch: pa.RecordBatch, metadata: dict[str, str] | None) -> bytes:
+    Args:
+        batch: the rows.
+        buffers: buffers of each column (`buffers_a_column`).
+    """
     sink = io.BytesIO()
-    with pa.ipc.new_stream(sink, batch.schema, options=_OPTIONS) as writer:
-        begin = sink.tell()
-        writer.write_batch(batch, custom_metadata=metadata)
+    with pa.ipc.new_stream(sink, batch.schema.remove_metadata(), options=_OPTIONS) as writer:
+        plain = pa.RecordBatch.from_arrays(batch.columns, schema=batch.schema.remove_metadata())
+        writer.write_batch(plain, custom_metadata=frames.placeholder(len(buffers)))
         end = sink.tell()
-    data = sink.getvalue()[begin:end]
-    if not begin:  # the schema message is written with the first batch
-        first = frames.next_frame(io.BytesIO(data), 0, len(data))
-        assert first is not None
-        data = data[first.size :]
-    return data
+    data = sink.getvalue()[:end]  # the schema's message, then the batch's
+    first = frames.next_frame(io.BytesIO(data), 0, len(data))
+    assert first is not None
+    out = bytearray(data[first.size :])
+    frames.seal(out, buffers)
+    return bytes(out)
 
 
 class AppendFile:
@@ -61,6 +51,7 @@ class AppendFile:
         self._create()
 
     def _create(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.new")
         try:
             file = open(temporary, "wb", buffering=0)  # noqa: SIM115  (stays open)
@@ -84,9 +75,7 @@ class AppendFile:
         Raises:
             OSError: the disk is full, the folder is gone, ...; the file is as it was.
         """
-        if self._file is None or not self._linked():
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._create()
+        self.ensure()
         assert self._file is not None
         try:
             self._file.seek(self._good)
@@ -99,12 +88,21 @@ class AppendFile:
             raise
         self._good += len(data)
 
-    def _linked(self) -> bool:
-        assert self._file is not None
+    def linked(self) -> bool:
+        """Whether the file is still where it was made."""
+        if self._file is None:
+            return False
         try:
-            return os.fstat(self._file.fileno()).st_nlink > 0
+            return os.path.samestat(os.fstat(self._file.fileno()), os.stat(self.path))
         except OSError:
             return False
+
+    def ensure(self) -> bool:
+        """Begin the file anew if it was removed or moved; return whether it was."""
+        if self.linked():
+            return False
+        self._create()
+        return True
 
     def touch(self) -> None:
         """Update the file's time: the writer lives."""
@@ -120,35 +118,42 @@ class AppendFile:
 class ArrowSink:
     """Writes rows of one session, rank and part."""
 
-    def __init__(self, folder: Path, header: Header, first_row: int = 0) -> None:
-        self.folder, self.header = folder, header
-        self.numel = np.array([layer.numel for layer in header.layers], np.int64)
-        self.row = first_row
-        self.lost = 0
-        self._schema = make_schema(header)
-        self._rows: list[Row] = []
-        self._unflushed = 0
+    def __init__(self, folder: Path, header: Header) -> None:
+        self.header = header
+        self.schema = make_schema(header)
+        self.buffers = buffers_a_column(self.schema)
+        self.rows = RowBuffer(len(header.layers))
+        self.recreated = False
+        """Whether the main file was removed under the writer, and what it held with it."""
+        self._in_tail = 0
         self._tail_batches = 0
-        stem = f"ampscope-{header.session}-rank{header.rank}" + (f"-part{header.part}" if header.part else "")
-        if header.kind != "gradients":
-            stem += f".{header.kind}"
-        begin = schema_message(self._schema) + message(self._batch([]))
-        self._main = AppendFile(folder / f"{stem}.arrows", begin)
-        self._tail = AppendFile(folder / f"{stem}.tail.arrows", begin)
+        begin = self._begin()
+        self._main = AppendFile(folder / stream_name(header), begin)
+        self._tail = AppendFile(folder / stream_name(header, tail=True), begin)
 
-    def _batch(self, rows: list[Row]) -> pa.RecordBatch:
-        return to_batch(rows, self._schema, len(self.header.layers))
+    def _begin(self, chunk: Mapping[str, Any] | None = None) -> bytes:
+        """Return the schema and a first batch: pyarrow writes no schema before one, and some readers want one."""
+        empty = {"row": np.zeros(0, np.int64)}
+        return bytes(self.schema.serialize()) + self.message(empty if chunk is None else chunk)
+
+    def message(self, chunk: Mapping[str, Any]) -> bytes:
+        """Return columns (see `to_batch`) as one batch's message."""
+        return message(to_batch(chunk, self.schema), self.buffers)
 
     @property
     def pending(self) -> int:
         """Rows not on disk yet."""
-        return self._unflushed
+        return len(self.rows) - self._in_tail
 
     def write(self, row: Row) -> None:
         """Take a row; it reaches the disk with the next `flush`."""
-        self._rows.append(row)
-        self._unflushed += 1
-        self.row = row.row + 1
+        before = self.rows.dropped
+        self.rows.append(row)
+        self._in_tail = max(self._in_tail - (self.rows.dropped - before), 0)
+
+    def append(self, chunk: Mapping[str, Any]) -> None:
+        """Write columns (see `to_batch`) straight into the main file as one batch; for rows made in bulk."""
+        self._main.append(self.message(chunk))
 
     def flush(self) -> None:
         """Put every row on disk.
@@ -156,41 +161,34 @@ class ArrowSink:
         Raises:
             OSError: it could not; the rows are kept and tried again at the next flush.
         """
-        while len(self._rows) >= BIG:
-            head = self._rows[:BIG]
-            self._main.append(message(self._batch(head)))
-            del self._rows[:BIG]
-            self._unflushed = min(self._unflushed, len(self._rows))
+        big = self.rows.big
+        self.recreated |= self._main.ensure()
+        while len(self.rows) >= big:
+            self._main.append(self.message(self.rows.chunk(0, big)))
+            self.rows.drop(big)
+            self._in_tail = max(self._in_tail - big, 0)
+            self._tail_batches = TAIL_BATCHES  # what the tail holds is in the main file: begin it anew
+        if self._tail_batches >= TAIL_BATCHES or not self._tail.linked():
             self._new_tail()
-        if not self._unflushed:
-            return
-        if self._tail_batches >= TAIL_BATCHES:
-            self._new_tail()
-            if not self._unflushed:
-                return
-        self._tail.append(message(self._batch(self._rows[-self._unflushed :])))
-        self._tail_batches += 1
-        self._unflushed = 0
+        elif self.pending:
+            self._tail.append(self.message(self.rows.chunk(self._in_tail, len(self.rows))))
+            self._tail_batches += 1
+            self._in_tail = len(self.rows)
 
     def _new_tail(self) -> None:
         """Begin the tail anew with the rows that are in no big batch."""
-        self._tail_batches = 0
-        begin = schema_message(self._schema) + message(self._batch(self._rows))
-        fresh = AppendFile(self._tail.path, begin)
+        fresh = AppendFile(self._tail.path, self._begin(self.rows.chunk(0, len(self.rows))))
         self._tail.close()
         self._tail = fresh
-        self._unflushed = 0
-
-    def drop_oldest(self, keep: int) -> int:
-        """Forget rows that could not be written, all but the newest `keep`; return how many."""
-        excess = max(len(self._rows) - keep, 0)
-        del self._rows[:excess]
-        self._unflushed = min(self._unflushed, len(self._rows))
-        self.lost += excess
-        return excess
+        self._tail_batches = 0
+        self._in_tail = len(self.rows)
 
     def touch(self) -> None:
-        """Update the heartbeat."""
+        """Update the heartbeat.
+
+        Raises:
+            OSError: the files are gone.
+        """
         self._tail.touch()
         self._main.touch()
 
@@ -206,12 +204,19 @@ class ArrowSink:
             OSError: it could not be written.
         """
         try:
-            if self._rows:
-                self._main.append(message(self._batch(self._rows)))
-                self._rows.clear()
-                self._unflushed = 0
-            self._main.append(END)
+            if len(self.rows):
+                self._main.append(self.message(self.rows.chunk(0, len(self.rows))))
+                self.rows.drop(len(self.rows))
+                self._in_tail = 0
+            self._main.append(frames.END)
             self._tail.path.unlink(missing_ok=True)
         finally:
             self._main.close()
             self._tail.close()
+
+
+def stream_name(header: Header, tail: bool = False) -> str:
+    """Return the file name of a stream."""
+    part = f"-part{header.part}" if header.part else ""
+    kind = "" if header.kind == "gradients" else f".{header.kind}"
+    return f"ampscope-{header.session}-rank{header.rank}{part}{kind}{'.tail' if tail else ''}.arrows"

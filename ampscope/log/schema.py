@@ -105,22 +105,35 @@ class Header:
             raise LogError(f"{path}: the header is damaged") from None
 
 
+BASE = ("row", "is_step", "step", *SCALARS, "custom", "observed", "events")
+"""Columns a reader takes from every row; they come first, so that they are one stretch of a batch."""
+HISTOGRAM_COLUMNS = ("hist_layer", "hist_first", "hist_length", "hist_counts", "hist_exact")
+
+
 def make_schema(header: Header) -> pa.Schema:
     """Return the Arrow schema of a stream of `len(header.layers)` layers."""
     n = len(header.layers)
     fields = [pa.field("row", pa.int64()), pa.field("is_step", pa.bool_()), pa.field("step", pa.int64())]
     fields += [pa.field(name, pa.float64()) for name in SCALARS]
+    fields += [
+        pa.field("custom", pa.map_(pa.utf8(), pa.float64())),
+        pa.field("observed", pa.map_(pa.utf8(), pa.float64())),
+        pa.field("events", pa.list_(EVENT)),
+    ]
     fields += [pa.field(name, pa.list_(kind, n)) for name, kind in LAYER_COLUMNS]
     fields += [
         pa.field("weight_norm", pa.list_(pa.float32())),
         pa.field("probed_flushed", pa.list_(pa.int64())),
+        pa.field("has_histograms", pa.bool_()),
         pa.field("hist_layer", pa.list_(pa.int32())),
         pa.field("hist_first", pa.list_(pa.uint8())),
         pa.field("hist_length", pa.list_(pa.uint16())),
         pa.field("hist_counts", pa.list_(pa.int64())),
         pa.field("hist_exact", pa.list_(pa.int64())),
-        pa.field("custom", pa.map_(pa.utf8(), pa.float64())),
-        pa.field("observed", pa.map_(pa.utf8(), pa.float64())),
-        pa.field("events", pa.list_(EVENT)),
     ]
     return pa.schema(fields, metadata={HEADER_KEY: header.to_json()})
+
+
+def buffers_a_column(schema: pa.Schema) -> list[int]:
+    """Return how many buffers each column has in a record batch's message."""
+    return [len(pa.array([], field.type).buffers()) for field in schema]

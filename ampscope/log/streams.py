@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
+import numpy as np
 import pyarrow as pa
 
 from ampscope.errors import LogError
 from ampscope.log import frames
 from ampscope.log.rundir import STREAM
-from ampscope.log.schema import Header
+from ampscope.log.schema import Header, buffers_a_column
 
 ARROW_ERRORS = (
     OSError, pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowKeyError, pa.ArrowMemoryError, pa.ArrowTypeError,
@@ -23,7 +25,7 @@ ARROW_ERRORS = (
 
 
 class Stream:
-    """One `.arrows` file, read incrementally: `scan` finds new messages, `load` reads one."""
+    """One `.arrows` file, read incrementally: `read_new` finds what was appended, `load` reads columns of one batch."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -31,23 +33,33 @@ class Stream:
         self.finished = False
         self.header: Header | None = None
         self.schema: pa.Schema | None = None
+        self._buffers: list[int] = []
         self._schema_bytes = b""
         self._offset = 0
         self._identity: tuple[int, int] | None = None
 
-    def scan(self) -> list[frames.Frame]:
-        """Return the messages that were appended since the last call.
+    def read_header(self) -> Header | None:
+        """Return the header, None while the file is empty; reads nothing else.
 
         Raises:
             LogError: a newer version, or not an ampscope log.
         """
-        return [frame for frame, _ in self.read_new(())[1]]
+        if self.header is None:
+            try:
+                with open(self.path, "rb") as file:
+                    stat = os.fstat(file.fileno())
+                    if self._read_schema(file, stat.st_size):
+                        self._identity = (stat.st_dev, stat.st_ino)
+            except OSError as error:
+                self._note(f"cannot be read ({error.strerror or error})")
+        return self.header
 
-    def read_new(self, columns: Sequence[str] | None = None) -> tuple[bool, list[tuple[frames.Frame, pa.RecordBatch | None]]]:
-        """Return (begun anew, [(message, batch)]): what was appended since the last call, with some or all columns.
+    def read_new(self, columns: Sequence[str] = ()) -> tuple[bool, list[tuple[frames.Frame, pa.RecordBatch | None]]]:
+        """Return (begun anew, [(message, batch)]): what was appended since the last call, with these columns.
 
-        If the file was begun anew (a tail, or an empty stream given a new header), what was read of it before is void. A batch is None
-        where it is damaged, or where `columns` is empty. Frames and batches are of one and the same file, even if it is replaced meanwhile.
+        If the file was begun anew (a tail, or an empty stream given a new header), what was read of it before is void. A batch
+        is None where it is damaged, or where `columns` is empty. Frames and batches are of one file, even if it is replaced
+        meanwhile.
 
         Raises:
             LogError: a newer version, or not an ampscope log.
@@ -62,9 +74,7 @@ class Stream:
                     self._offset, self.finished, self.schema, self.header = 0, False, None, None
                     self.damage.clear()
                 found = self._scan(file, stat.st_size)
-                if columns is not None and not columns:
-                    return anew, [(frame, None) for frame in found]
-                return anew, [(frame, self._load(file, frame, columns, False)) for frame in found]
+                return anew, [(frame, self._load(file, frame, columns) if columns else None) for frame in found]
         except FileNotFoundError:
             gone = self._identity is not None
             self._identity = None
@@ -82,19 +92,19 @@ class Stream:
                 frame = frames.next_frame(file, self._offset, size)
             except ValueError as error:
                 where = frames.resync(file, self._offset + 8, size)
-                self._note(f"{(where or size) - self._offset} bytes at {self._offset} are unreadable ({error}) and were left out")
+                lost = (where or size) - self._offset
+                self._note(f"{lost} bytes at {self._offset} are damaged ({error}) and were left out")
+                self._offset = where or size
                 if where is None:
-                    self._offset = size
                     return found
-                self._offset = where
                 continue
             if frame is None:
                 file.seek(self._offset)
-                self.finished = file.read(8) == b"\xff\xff\xff\xff\0\0\0\0"
-                if not self.finished:
-                    where = frames.resync(file, self._offset + 8, size) if size - self._offset > 8 else None
+                self.finished = file.read(8) == frames.END
+                if not self.finished and size - self._offset > 8:
+                    where = frames.resync(file, self._offset + 8, size)
                     if where is not None:  # a damaged length hid what follows
-                        self._note(f"{where - self._offset} bytes at {self._offset} are unreadable and were left out")
+                        self._note(f"{where - self._offset} bytes at {self._offset} are damaged and were left out")
                         self._offset = where
                         continue
                 return found
@@ -105,57 +115,65 @@ class Stream:
         try:
             frame = frames.next_frame(file, 0, size)
             if frame is None:
-                if size >= 8:
-                    file.seek(0)
-                    if file.read(4) != b"\xff\xff\xff\xff":
-                        raise LogError(f"{self.path} is not an ampscope log (not an Arrow stream)")
+                file.seek(0)
+                if size >= 4 and file.read(4) != frames.CONTINUATION:
+                    raise LogError(f"{self.path} is not an ampscope log (not an Arrow stream)")
                 return False
             file.seek(0)
-            raw = file.read(frame.size)
-            schema = pa.ipc.read_schema(pa.BufferReader(raw))
+            schema = pa.ipc.read_schema(pa.BufferReader(file.read(frame.size)))
         except LogError:
             raise
         except ARROW_ERRORS:
             raise LogError(f"{self.path} is not an ampscope log, or its beginning is damaged") from None
         self.header = Header.from_schema(schema, str(self.path))
-        self.schema, self._schema_bytes, self._offset = schema, raw, frame.size
+        self._buffers = buffers_a_column(schema)
+        self._schema_bytes = bytes(schema.remove_metadata().serialize())
+        self.schema, self._offset = schema, frame.size
         return True
 
-    def load(self, frame: frames.Frame, columns: Sequence[str] | None = None, verified: bool = False) -> pa.RecordBatch | None:
-        """Read one batch, all columns or some; None (and a note in `damage`) where it is damaged.
+    def load(self, frame: frames.Frame, columns: Sequence[str]) -> pa.RecordBatch | None:
+        """Read some columns of one batch (those of them that it has); None, and a note in `damage`, where it is damaged.
 
-        A batch is validated in full, and its CRC-32 checked unless `verified`: a flipped bit would end in a segmentation fault otherwise.
+        Only the bytes of these columns are read. Their CRC-32 is checked and they are validated in full: a flipped bit would end
+        in a segmentation fault otherwise.
         """
         try:
             with open(self.path, "rb") as file:
-                return self._load(file, frame, columns, verified)
+                return self._load(file, frame, columns)
         except FileNotFoundError:
             self._note("vanished while it was being read")
         except OSError as error:
             self._note(f"cannot be read ({error.strerror or error})")
         return None
 
-    def _load(self, file: BinaryIO, frame: frames.Frame, columns: Sequence[str] | None, verified: bool) -> pa.RecordBatch | None:
+    def _load(self, file: BinaryIO, frame: frames.Frame, columns: Sequence[str]) -> pa.RecordBatch | None:
+        assert self.schema is not None
+        wanted = set(columns)
+        picked = [i for i, name in enumerate(self.schema.names) if name in wanted]
         try:
-            file.seek(frame.offset)
-            raw = file.read(frame.size)
-            if len(raw) < frame.size:
-                self._note(f"the batch at {frame.offset} is cut")
-                return None
-            if not verified and not frames.intact(raw, frame):
-                self._note(f"the batch at {frame.offset} is damaged (CRC-32) and was left out")
-                return None
-            options = None
-            if columns is not None:
-                assert self.schema is not None
-                wanted = set(columns)
-                options = pa.ipc.IpcReadOptions(included_fields=[i for i, n in enumerate(self.schema.names) if n in wanted])
-            with pa.ipc.open_stream(pa.BufferReader(self._schema_bytes + raw), options=options) as reader:
+            ranges = frames.spans(frame, self._buffers)
+            start = len(self._schema_bytes)
+            # Pages that no column is read into are never touched, so they cost nothing.
+            data = np.zeros(start + frame.size, np.uint8)
+            view = memoryview(data)
+            view[:start] = self._schema_bytes
+            _read_into(file, frame.offset, view[start : start + frame.head])
+            body = start + frame.head
+            for first, last in _merged([ranges[i] for i in picked]):
+                _read_into(file, frame.offset + frame.head + first, view[body + first : body + last])
+            for i in picked:
+                a, b = ranges[i]
+                if zlib.crc32(view[body + a : body + b]) != frame.crcs[i]:
+                    self._note(f"the batch at {frame.offset} is damaged (CRC-32, {self.schema.names[i]}) and was left out")
+                    return None
+            options = pa.ipc.IpcReadOptions(included_fields=picked, use_threads=False)
+            with pa.ipc.open_stream(pa.py_buffer(data), options=options) as reader:
                 batch = reader.read_next_batch()
             batch.validate(full=True)
-        except StopIteration:
+        except EOFError:
+            self._note(f"the batch at {frame.offset} is cut")
             return None
-        except ARROW_ERRORS as error:
+        except (StopIteration, *ARROW_ERRORS) as error:
             self._note(f"the batch at {frame.offset} is damaged ({type(error).__name__}) and was left out")
             return None
         return batch
@@ -164,6 +182,26 @@ class Stream:
         line = f"{self.path.name}: {text}"
         if line not in self.damage:
             self.damage.append(line)
+
+
+def _read_into(file: BinaryIO, offset: int, view: memoryview) -> None:
+    file.seek(offset)
+    while view:
+        got = file.readinto(view)  # type: ignore[attr-defined]
+        if not got:
+            raise EOFError
+        view = view[got:]
+
+
+def _merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Join neighbouring ranges, so that they are read at once."""
+    out: list[tuple[int, int]] = []
+    for a, b in ranges:
+        if out and a == out[-1][1]:
+            out[-1] = (out[-1][0], b)
+        else:
+            out.append((a, b))
+    return out
 
 
 def stream_files(folder: Path, kind: str = "gradients") -> list[tuple[int, int, int, Path]]:
@@ -186,26 +224,27 @@ def tail_of(path: Path) -> Path:
 
 
 def last_step(folder: Path, before_session: int) -> int:
-    """Return the last step any rank of the sessions before `before_session` recorded, or -1."""
+    """Return the last step any rank of the sessions before `before_session` recorded, or -1.
+
+    Raises:
+        LogError: a stream there is of a newer version, or not an ampscope log.
+    """
     last = -1
     for session, _, _, path in stream_files(folder):
-        if session >= before_session:
-            continue
-        for name in (path, tail_of(path)):
-            last = max([last, *_steps(name)])
+        if session < before_session:
+            for name in (path, tail_of(path)):
+                last = max(last, *_steps(name), -1)
     return last
 
 
 def _steps(path: Path) -> Iterator[int]:
+    """Yield the last recorded step of a stream, if it has one."""
     stream = Stream(path)
-    try:
-        found = stream.scan()
-    except LogError:
-        return
-    for frame in reversed(found):
+    _, found = stream.read_new()
+    for frame, _ in reversed(found):
         batch = stream.load(frame, ("step", "is_step"))
         if batch is not None and batch.num_rows:
-            steps = [s for s, ok in zip(batch.column("step").to_pylist(), batch.column("is_step").to_pylist(), strict=True) if ok]
-            if steps:
-                yield max(steps)
+            steps = batch.column("step").to_numpy()[batch.column("is_step").to_numpy(zero_copy_only=False)]
+            if len(steps):
+                yield int(steps.max())
                 return

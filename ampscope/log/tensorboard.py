@@ -116,9 +116,9 @@ class TensorBoardSink:
         """Write one step."""
         if not row.is_step:
             return
-        if not math.isnan(row.scalars["skipped"]):
-            self._skipped += row.scalars["skipped"]
-        values = [(f"amp/{n}", self._skipped if n == "skipped_total" else row.scalars[n]) for n in TAGS]
+        if not math.isnan(row.scalars.get("skipped", math.nan)):
+            self._skipped += row.scalars.get("skipped", math.nan)
+        values = [(f"amp/{n}", self._skipped if n == "skipped_total" else row.scalars[n]) for n in TAGS if n in row.scalars or n == "skipped_total"]
         if row.columns is None:  # nothing was measured at this step: a gap, not a NaN that looks like a fault
             measured = ("grad_norm", "headroom_bits", "underflow_ratio", "zero_ratio", "nonfinite_layers")
             values = [(tag, v) for tag, v in values if tag.removeprefix("amp/") not in measured]

@@ -161,7 +161,7 @@ class LogWriter:
 
     def _open(self) -> None:
         if self._sink is None:
-            self._sink = ArrowSink(self._claim.path, self._header, self._rows)
+            self._sink = ArrowSink(self._claim.path, self._header)
         if self._events is None and self._tensorboard is not False:
             self._events = make_sink(self._tensorboard, self._claim.path, self._header, self._clock)
 
@@ -227,7 +227,8 @@ class LogWriter:
             del self._backlog[:excess]
             self._dropped += excess
         if self._sink is not None:
-            self._dropped += self._sink.drop_oldest(KEEP)
+            self._dropped += self._sink.rows.dropped
+            self._sink.rows.dropped = 0
 
     def _beat(self) -> None:
         if self._sink is not None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from ampscope.record import underflow
 from ampscope.record.step import BINS, MEASURED, LayerStats
 
 Array = np.ndarray[Any, Any]
@@ -71,16 +72,19 @@ def totals(columns: dict[str, Array], numel: Array, loss_scale: float) -> dict[s
     on = columns["state"] == MEASURED
     nan = float("nan")
     if not on.any():
-        return {k: nan for k in ("grad_norm", "headroom_bits", "zero_ratio", "nonfinite_layers", "underflow_ratio")}
+        return dict.fromkeys(("grad_norm", "headroom_bits", "zero_ratio", "nonfinite_layers", "underflow_ratio"), nan)
     elements = max(int(numel[on].sum()), 1)
-    bad = columns["nan"] + columns["pos_inf"] + columns["neg_inf"]
-    largest = columns["max_abs"][on]
+    infinite = columns["pos_inf"] + columns["neg_inf"]
+    bad = (columns["nan"] + infinite)[on] > 0
+    largest = columns["max_abs"][on].astype(np.float64)
+    largest = np.where(infinite[on] > 0, np.inf, largest)
     largest = largest[~np.isnan(largest)]
-    top = float(largest.max()) if len(largest) else nan
+    flushed = underflow.estimate(columns, numel)[0][on] * numel[on]
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
         return {
             "grad_norm": float(np.sqrt(columns["sum_squares"][on].sum()) / np.float64(loss_scale)),
-            "headroom_bits": float(np.log2(FP16_MAX / np.float64(top))) if top == top else nan,
+            "headroom_bits": float(np.log2(FP16_MAX / largest.max())) if len(largest) else nan,
             "zero_ratio": float(columns["zeros"][on].sum() / elements),
-            "nonfinite_layers": float((bad[on] > 0).sum()),
+            "nonfinite_layers": float(bad.sum()),
+            "underflow_ratio": float(flushed.sum() / elements),
         }

@@ -46,7 +46,8 @@ def _unscaled(c: Columns, scale: Array, numel: Array) -> Array:
 
 
 def _headroom(c: Columns, scale: Array, numel: Array) -> Array:
-    return np.log2(FP16_MAX / c["max_abs"].astype(np.float64))
+    largest = np.where(c["pos_inf"] + c["neg_inf"] > 0, np.inf, c["max_abs"].astype(np.float64))
+    return np.log2(FP16_MAX / largest)
 
 
 def _nonfinite(c: Columns, scale: Array, numel: Array) -> Array:
@@ -63,7 +64,7 @@ METRICS: dict[str, tuple[tuple[str, ...], Callable[[Columns, Array, Array], Arra
     "underflow_ratio_high": (UNDERFLOW_COLUMNS, _underflow(2)),
     "underflow_ratio_measured": (("probed_flushed",), lambda c, scale, numel: c["probed_flushed"] / np.maximum(numel, 1)),
     "underflow_ratio_unscaled": (("below_unscaled", *UNDERFLOW_COLUMNS), _unscaled),
-    "headroom_bits": (("max_abs",), _headroom),
+    "headroom_bits": (("max_abs", "pos_inf", "neg_inf"), _headroom),
     "nonfinite_count": (("nan", "pos_inf", "neg_inf"), _nonfinite),
     "weight_norm": (("weight_norm",), lambda c, scale, numel: c["weight_norm"]),
 }

@@ -12,14 +12,14 @@ import numpy as np
 import pyarrow as pa
 
 from ampscope.log import frames
-from ampscope.log.schema import LAYER_COLUMNS, SCALARS, Header
+from ampscope.log.schema import BASE, LAYER_COLUMNS, SCALARS, Header, make_schema
 from ampscope.log.streams import Stream, tail_of
 from ampscope.record.step import Event, EventKind
 
-BASE = ("row", "is_step", "step", *SCALARS, "custom", "observed", "events")
 _LISTS = {"weight_norm": (np.float64, np.nan), "probed_flushed": (np.float64, np.nan)}
 _DTYPES = {name: kind.to_pandas_dtype() for name, kind in LAYER_COLUMNS}
 
+ALL = tuple(make_schema(Header(())).names)
 Array = np.ndarray[Any, Any]
 
 
@@ -78,7 +78,7 @@ class Series:
             LogError: a newer version, or not an ampscope log.
         """
         before = (len(self.blocks), len(self.tail_blocks), self.finished)
-        anew, fresh = self._tail.read_new()
+        anew, fresh = self._tail.read_new(ALL)
         if anew:
             self.tail_blocks.clear()
         self.tail_blocks += [make_block(b, None, b) for _, b in fresh if b is not None and b.num_rows]
@@ -169,7 +169,7 @@ class Series:
         if block.batch is not None:
             return block.batch
         assert block.frame is not None
-        return self._main.load(block.frame, names, verified=True)
+        return self._main.load(block.frame, names)
 
 
 def after(block: Block, last: int) -> Block | None:
