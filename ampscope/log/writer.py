@@ -33,6 +33,9 @@ class NullWriter:
     def submit(self, pending: Pending) -> None:
         """Do nothing."""
 
+    def submit_events(self, events: Sequence[Event]) -> None:
+        """Do nothing."""
+
     def set_layers(self, layers: Sequence[Layer]) -> None:
         """Do nothing."""
 
@@ -90,6 +93,11 @@ class LogWriter:
         if not self._closed and self._pid == os.getpid():
             self._queue.put(("record", pending))
 
+    def submit_events(self, events: Sequence[Event]) -> None:
+        """Queue events that belong to no step's record."""
+        if not self._closed and self._pid == os.getpid():
+            self._queue.put(("events", list(events)))
+
     def set_layers(self, layers: Sequence[Layer]) -> None:
         """From the next record on the layers are these; a new part of the log begins (or, before any row, a new header)."""
         if not self._closed and self._pid == os.getpid():
@@ -125,6 +133,8 @@ class LogWriter:
                 if not self._waiting():
                     next_flush = time.monotonic() + FLUSH
                 self._guard(self._record, value)
+            elif what == "events":
+                self._guard(lambda events: self._write(encode_events(events, self._rows, self._clock())), value)
             elif what == "layers":
                 self._guard(self._layers, value)
             now = time.monotonic()

@@ -6,6 +6,7 @@ does before and after runs inside it, and a fault there switches ampscope off wi
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -39,6 +40,7 @@ class Recorder:
         optimizer: torch.optim.Optimizer | None = None,
         observers: Iterable[Observer] = (),
         submit: Callable[[Any], None],
+        submit_events: Callable[[list[Event]], None],
         set_layers: Callable[[list[Layer]], None],
     ) -> None:
         self.scaler, self.models = scaler, models
@@ -50,7 +52,7 @@ class Recorder:
         self.in_scaler_call = False
         self.optimizers: dict[int, torch.optim.Optimizer] = {}
         self._labels: dict[int, str] = {}
-        self._submit, self._set_layers = submit, set_layers
+        self._submit, self._submit_events, self._set_layers = submit, submit_events, set_layers
         found = names.collect(models)
         self.parameters = [p for _, p in found]
         self.layers = [names.make_layer(n, p) for n, p in found]
@@ -84,6 +86,14 @@ class Recorder:
     def index(self, param: torch.Tensor) -> int | None:
         """Return the layer index of a parameter, or None."""
         return self._index.get(id(param))
+
+    def looks_bad(self) -> bool:
+        """Whether the open record is known, on the host already, to hold an overflow or a non-finite loss."""
+        flags = (f for _, s in self._states() for f in s["found_inf_per_device"].values())
+        losses = (x.value for x in self.window.losses)
+        return any(f.device.type == "cpu" and host_value(f) > 0 for f in flags) or any(
+            isinstance(v, float) and not math.isfinite(v) for v in losses
+        )
 
     def add_event(self, event: Event) -> None:
         """Put an event into the open record."""
@@ -253,6 +263,8 @@ class Recorder:
             if self.window.busy:
                 self._read_scaler()
                 self._finish()
+            elif self.window.events:
+                self._submit_events(self.window.events)
             self._close_observers()
         self._drop_loss_hooks()
         self.enabled = False

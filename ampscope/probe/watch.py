@@ -19,6 +19,8 @@ from ampscope.log.rundir import RunClaim, claim
 from ampscope.log.schema import Header
 from ampscope.log.writer import LogWriter, NullWriter
 from ampscope.probe import hooks, names
+from ampscope.probe.armed import ArmedTracer
+from ampscope.probe.culprit import Culprit
 from ampscope.probe.observer import Observer
 from ampscope.probe.recorder import Recorder
 from ampscope.record.step import Event, Layer
@@ -148,6 +150,7 @@ def watch(
         optimizer=optimizer,
         observers=observers,
         submit=writer.submit,
+        submit_events=writer.submit_events,
         set_layers=writer.set_layers,
     )
     holder.append(recorder)
@@ -163,7 +166,7 @@ def watch(
 
 def default_observers(*, probe_every: int, activations: bool) -> list[Observer]:
     """Return the parts that listen to every watched scaler, in the order they are called."""
-    return []
+    return [Culprit(), ArmedTracer()]
 
 
 def unwatch(scaler: Any) -> None:

@@ -136,7 +136,7 @@ class Window:
     @property
     def busy(self) -> bool:
         """Whether anything happened that deserves a record."""
-        return bool(self.stepped or self.begun or self.losses or self.events or self.custom or self.measured)
+        return bool(self.stepped or self.begun or self.losses or self.custom or self.measured)
 
 
 def merge(taken: Sequence[Taken], n: int) -> LayerStats:
