@@ -164,7 +164,7 @@ def write_run(
     }  # fmt: skip
     head = Header(layers=list(layers), **(fields | header))
     sink = ArrowSink(found.path, head)
-    events = make_sink(True, found.path, head, lambda: START) if tensorboard else None
+    events = make_sink(tensorboard, found.path, head, START)
     numel = np.array([x.numel for x in layers], np.int64)
     for i, record in enumerate(rows):
         row = encode(record, i, layers, numel)

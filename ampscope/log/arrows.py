@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import io
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -14,6 +13,8 @@ import pyarrow as pa
 from ampscope.log import frames
 from ampscope.log.buffer import RowBuffer
 from ampscope.log.encode import Row, to_batch
+from ampscope.log.files import AppendFile
+from ampscope.log.lost import Lost
 from ampscope.log.schema import Header, buffers_a_column, make_schema
 
 TAIL_BATCHES = 64
@@ -41,90 +42,23 @@ def message(batch: pa.RecordBatch, buffers: Sequence[int]) -> bytes:
     return bytes(out)
 
 
-class AppendFile:
-    """A file that only grows, by whole messages: what a failed write left behind is cut off before the next."""
-
-    def __init__(self, path: Path, begin: bytes) -> None:
-        self.path, self._begin = path, begin
-        self._file: BinaryIO | None = None
-        self._good = 0
-        self._create()
-
-    def _create(self) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.new")
-        try:
-            file = open(temporary, "wb", buffering=0)  # noqa: SIM115  (stays open)
-            self._write(file, self._begin)
-            os.replace(temporary, self.path)
-        except OSError:
-            temporary.unlink(missing_ok=True)
-            raise
-        self.close()
-        self._file, self._good = file, len(self._begin)
-
-    @staticmethod
-    def _write(file: BinaryIO, data: bytes) -> None:
-        view = memoryview(data)
-        while view:
-            view = view[file.write(view) :]
-
-    def append(self, data: bytes) -> None:
-        """Write one message, at once.
-
-        Raises:
-            OSError: the disk is full, the folder is gone, ...; the file is as it was.
-        """
-        self.ensure()
-        assert self._file is not None
-        try:
-            self._file.seek(self._good)
-            self._write(self._file, data)
-        except OSError:
-            try:
-                self._file.truncate(self._good)
-            except OSError:
-                pass  # the next append begins at the same place
-            raise
-        self._good += len(data)
-
-    def linked(self) -> bool:
-        """Whether the file is still where it was made."""
-        if self._file is None:
-            return False
-        try:
-            return os.path.samestat(os.fstat(self._file.fileno()), os.stat(self.path))
-        except OSError:
-            return False
-
-    def ensure(self) -> bool:
-        """Begin the file anew if it was removed or moved; return whether it was."""
-        if self.linked():
-            return False
-        self._create()
-        return True
-
-    def touch(self) -> None:
-        """Update the file's time: the writer lives."""
-        os.utime(self.path)
-
-    def close(self) -> None:
-        """Close the file."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-
 class ArrowSink:
-    """Writes rows of one session, rank and part."""
+    """Writes rows of one session, rank and part. Nothing touches the disk before the first `flush`.
+
+    Attributes:
+        rows: rows in no big batch yet.
+        taken: whether a row ever came.
+        lost: what could not be kept, for a note in the log.
+    """
 
     def __init__(self, folder: Path, header: Header) -> None:
         self.header = header
         self.schema = make_schema(header)
         self.buffers = buffers_a_column(self.schema)
-        self.rows = RowBuffer(len(header.layers))
-        self.recreated = False
-        """Whether the main file was removed under the writer, and what it held with it."""
+        self.lost = Lost()
+        self.rows = RowBuffer(header.layers)
+        self.taken = False
+        self._in_main = Lost()
         self._in_tail = 0
         self._tail_batches = 0
         begin = self._begin()
@@ -147,41 +81,46 @@ class ArrowSink:
 
     def write(self, row: Row) -> None:
         """Take a row; it reaches the disk with the next `flush`."""
-        before = self.rows.dropped
+        if self.rows.full:
+            count = max(self.rows.capacity // 8, 1)
+            unwritten = max(count - self._in_tail, 0)
+            if unwritten:
+                self.lost.add(self.rows.steps(count - unwritten, count), "nothing could be written")
+            self.rows.drop(count)
+            self._in_tail = max(self._in_tail - count, 0)
         self.rows.append(row)
-        self._in_tail = max(self._in_tail - (self.rows.dropped - before), 0)
+        self.taken = True
 
     def append(self, chunk: Mapping[str, Any]) -> None:
         """Write columns (see `to_batch`) straight into the main file as one batch; for rows made in bulk."""
         self._main.append(self.message(chunk))
 
     def flush(self) -> None:
-        """Put every row on disk.
+        """Put every row on disk, and the header if it is not there.
 
         Raises:
             OSError: it could not; the rows are kept and tried again at the next flush.
         """
-        big = self.rows.big
-        self.recreated |= self._main.ensure()
-        while len(self.rows) >= big:
-            self._main.append(self.message(self.rows.chunk(0, big)))
-            self.rows.drop(big)
-            self._in_tail = max(self._in_tail - big, 0)
+        if self._main.ensure():
+            self.lost.join(self._in_main, "the log was removed while it was written")
+            self._in_main = Lost()
+            self._tail_batches = TAIL_BATCHES
+        while self.rows.ripe:
+            self._append_main(min(self.rows.big, len(self.rows)))
             self._tail_batches = TAIL_BATCHES  # what the tail holds is in the main file: begin it anew
-        if self._tail_batches >= TAIL_BATCHES or not self._tail.linked():
-            self._new_tail()
+        if self._tail_batches >= TAIL_BATCHES or not self._tail.in_place():
+            self._tail.renew(self._begin(self.rows.chunk(0, len(self.rows))))
+            self._tail_batches = 0
         elif self.pending:
             self._tail.append(self.message(self.rows.chunk(self._in_tail, len(self.rows))))
             self._tail_batches += 1
-            self._in_tail = len(self.rows)
-
-    def _new_tail(self) -> None:
-        """Begin the tail anew with the rows that are in no big batch."""
-        fresh = AppendFile(self._tail.path, self._begin(self.rows.chunk(0, len(self.rows))))
-        self._tail.close()
-        self._tail = fresh
-        self._tail_batches = 0
         self._in_tail = len(self.rows)
+
+    def _append_main(self, count: int) -> None:
+        self._main.append(self.message(self.rows.chunk(0, count)))
+        self._in_main.add(self.rows.steps(0, count), "")
+        self.rows.drop(count)
+        self._in_tail = max(self._in_tail - count, 0)
 
     def touch(self) -> None:
         """Update the heartbeat.
@@ -189,11 +128,11 @@ class ArrowSink:
         Raises:
             OSError: the files are gone.
         """
-        self._tail.touch()
         self._main.touch()
+        self._tail.touch()
 
     def abandon(self) -> None:
-        """Close a stream that holds no row; the next sink of the same name replaces it."""
+        """Close the files as they are."""
         self._main.close()
         self._tail.close()
 
@@ -201,18 +140,14 @@ class ArrowSink:
         """Write what is left as a last batch and mark the stream finished.
 
         Raises:
-            OSError: it could not be written.
+            OSError: it could not be written; it may be tried again.
         """
-        try:
-            if len(self.rows):
-                self._main.append(self.message(self.rows.chunk(0, len(self.rows))))
-                self.rows.drop(len(self.rows))
-                self._in_tail = 0
-            self._main.append(frames.END)
-            self._tail.path.unlink(missing_ok=True)
-        finally:
-            self._main.close()
-            self._tail.close()
+        self.flush()
+        if len(self.rows):
+            self._append_main(len(self.rows))
+        self._main.append(frames.END)
+        self._tail.path.unlink(missing_ok=True)
+        self.abandon()
 
 
 def stream_name(header: Header, tail: bool = False) -> str:

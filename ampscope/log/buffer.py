@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from ampscope.log.encode import Row, event_dict
-from ampscope.log.schema import HISTOGRAM_COLUMNS, LAYER_COLUMNS, SCALARS
+from ampscope.log.schema import HISTOGRAM_COLUMNS, SCALARS, layer_types
+from ampscope.record.step import Layer
 
 Array = np.ndarray[Any, Any]
 
@@ -26,37 +27,44 @@ MOST = 10_000
 
 
 class RowBuffer:
-    """A queue of rows. When it is full the oldest eighth is dropped.
+    """A queue of at most `capacity` rows.
 
     Attributes:
         big: rows of a big batch for this number of layers.
-        dropped: rows dropped so far.
+        capacity: rows that fit.
     """
 
-    def __init__(self, n_layers: int) -> None:
-        row_bytes = max(sum(np.dtype(kind.to_pandas_dtype()).itemsize for _, kind in LAYER_COLUMNS) * n_layers, 1)
+    def __init__(self, layers: Sequence[Layer]) -> None:
+        types = {name: np.dtype(kind.to_pandas_dtype()) for name, kind in layer_types(layers).items()}
+        row_bytes = max(sum(t.itemsize for t in types.values()) * len(layers), 1)
         self.big = int(np.clip(BATCH_MEMORY // row_bytes, 50, BIG))
         self.capacity = int(np.clip(MEMORY // row_bytes, 2 * self.big, MOST))
-        self.dropped = 0
         self._n = 0
+        self._extra = 0
         cap = self.capacity
         # np.empty: pages are touched only as rows come
         self._fixed: dict[str, Array] = {"row": np.empty(cap, np.int64), "step": np.empty(cap, np.int64)}
         self._fixed |= {"is_step": np.empty(cap, bool), "has_histograms": np.empty(cap, bool)}
         self._fixed |= {name: np.empty(cap) for name in SCALARS}
-        self._layers = {name: np.empty((cap, n_layers), kind.to_pandas_dtype()) for name, kind in LAYER_COLUMNS}
+        self._layers = {name: np.empty((cap, len(layers)), kind) for name, kind in types.items()}
         self._rows: list[Row] = []
         """The rows themselves, for what varies in length."""
 
     def __len__(self) -> int:
         return self._n
 
+    @property
+    def full(self) -> bool:
+        """Whether no row fits any more."""
+        return self._n == self.capacity or self._extra > MEMORY
+
+    @property
+    def ripe(self) -> bool:
+        """Whether there is enough for a big batch."""
+        return self._n >= self.big or self._extra > BATCH_MEMORY
+
     def append(self, row: Row) -> None:
-        """Add a row."""
-        if self._n == self.capacity:
-            excess = max(self.capacity // 8, 1)
-            self.drop(excess)
-            self.dropped += excess
+        """Add a row; the buffer must not be full."""
         i = self._n
         fixed = self._fixed
         fixed["row"][i], fixed["step"][i] = row.row, row.step
@@ -66,6 +74,7 @@ class RowBuffer:
         for name, array in self._layers.items():
             array[i] = 0 if row.columns is None else row.columns[name]
         self._rows.append(replace(row, columns=None))
+        self._extra += _extra(row)
         self._n += 1
 
     def steps(self, start: int, stop: int) -> Array:
@@ -77,6 +86,7 @@ class RowBuffer:
         rest = self._n - count
         for array in (*self._fixed.values(), *self._layers.values()):
             array[:rest] = array[count : self._n].copy()
+        self._extra -= sum(map(_extra, self._rows[:count]))
         del self._rows[:count]
         self._n = rest
 
@@ -93,6 +103,11 @@ class RowBuffer:
         if any(r.events for r in rows):
             out["events"] = [[event_dict(e) for e in r.events] for r in rows]
         return out
+
+
+def _extra(row: Row) -> int:
+    """Return about how many bytes a row's histograms take."""
+    return 0 if row.histogram is None else row.histogram[3].nbytes + row.histogram[4].nbytes
 
 
 def joined(parts: Sequence[Any], dtype: Any) -> tuple[Array, Array] | None:

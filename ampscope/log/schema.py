@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from ampscope.errors import LogError
@@ -22,11 +23,14 @@ SCALARS = (
 """float64 columns of every row."""
 
 COUNTS = ("zeros", "nan", "pos_inf", "neg_inf", "subnormal", "low_octave", "lowest", "below_unscaled")
-"""int64 columns, a fixed-size list of one count a layer."""
+"""Columns of counts, one a layer."""
 
-LAYER_COLUMNS: tuple[tuple[str, pa.DataType], ...] = (
+COUNT_DTYPES = (np.dtype(np.int32), np.dtype(np.int64))
+"""Type of a count: the first unless a layer has 2^31 elements or more (it compresses to two thirds)."""
+
+LAYER_COLUMNS: tuple[tuple[str, pa.DataType | None], ...] = (
     ("state", pa.uint8()),
-    *((name, pa.int64()) for name in COUNTS),
+    *((name, None) for name in COUNTS),
     ("max_abs", pa.float32()),
     ("sum_squares", pa.float64()),
     ("low_bits", pa.uint32()),
@@ -34,7 +38,20 @@ LAYER_COLUMNS: tuple[tuple[str, pa.DataType], ...] = (
     ("zero_cols", pa.int32()),
     ("median_bin", pa.uint8()),
 )
-"""Columns that hold a fixed-size list, one value a layer in layer order."""
+"""Columns that hold a fixed-size list, one value a layer in layer order; None: a count's type."""
+
+
+def layer_types(layers: Sequence[Layer]) -> dict[str, pa.DataType]:
+    """Return the value type of every column in `LAYER_COLUMNS` for a stream of these layers."""
+    count = count_type(layers)
+    return {name: count if kind is None else kind for name, kind in LAYER_COLUMNS}
+
+
+def count_type(layers: Sequence[Layer]) -> pa.DataType:
+    """Return the type of counts in a stream of these layers."""
+    large = any(layer.numel >= 1 << 31 for layer in layers)
+    return pa.from_numpy_dtype(COUNT_DTYPES[large])
+
 
 EVENT = pa.struct(
     [
@@ -120,16 +137,17 @@ def make_schema(header: Header) -> pa.Schema:
         pa.field("observed", pa.map_(pa.utf8(), pa.float64())),
         pa.field("events", pa.list_(EVENT)),
     ]
-    fields += [pa.field(name, pa.list_(kind, n)) for name, kind in LAYER_COLUMNS]
+    fields += [pa.field(name, pa.list_(kind, n)) for name, kind in layer_types(header.layers).items()]
+    count = count_type(header.layers)
     fields += [
         pa.field("weight_norm", pa.list_(pa.float32())),
-        pa.field("probed_flushed", pa.list_(pa.int64())),
+        pa.field("probed_flushed", pa.list_(count)),
         pa.field("has_histograms", pa.bool_()),
         pa.field("hist_layer", pa.list_(pa.int32())),
         pa.field("hist_first", pa.list_(pa.uint8())),
         pa.field("hist_length", pa.list_(pa.uint16())),
-        pa.field("hist_counts", pa.list_(pa.int64())),
-        pa.field("hist_exact", pa.list_(pa.int64())),
+        pa.field("hist_counts", pa.list_(count)),
+        pa.field("hist_exact", pa.list_(count)),
     ]
     return pa.schema(fields, metadata={HEADER_KEY: header.to_json()})
 

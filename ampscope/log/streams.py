@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -17,6 +17,7 @@ from ampscope.log import frames
 from ampscope.log.rundir import STREAM
 from ampscope.log.schema import Header, buffers_a_column
 
+Array = np.ndarray[Any, Any]
 ARROW_ERRORS = (
     OSError, pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowKeyError, pa.ArrowMemoryError, pa.ArrowTypeError,
     pa.ArrowIndexError, pa.ArrowSerializationError, UnicodeDecodeError, json.JSONDecodeError, KeyError, ValueError, MemoryError,
@@ -223,28 +224,22 @@ def tail_of(path: Path) -> Path:
     return path.with_name(path.name.removesuffix(".arrows") + ".tail.arrows")
 
 
-def last_step(folder: Path, before_session: int) -> int:
-    """Return the last step any rank of the sessions before `before_session` recorded, or -1.
+def earlier(folder: Path, session: int) -> dict[str, Array]:
+    """Return `step` and `skipped` of every step that sessions before `session` recorded, any rank; the later one of two wins.
 
     Raises:
         LogError: a stream there is of a newer version, or not an ampscope log.
     """
-    last = -1
-    for session, _, _, path in stream_files(folder):
-        if session < before_session:
-            for name in (path, tail_of(path)):
-                last = max(last, *_steps(name), -1)
-    return last
-
-
-def _steps(path: Path) -> Iterator[int]:
-    """Yield the last recorded step of a stream, if it has one."""
-    stream = Stream(path)
-    _, found = stream.read_new()
-    for frame, _ in reversed(found):
-        batch = stream.load(frame, ("step", "is_step"))
-        if batch is not None and batch.num_rows:
-            steps = batch.column("step").to_numpy()[batch.column("is_step").to_numpy(zero_copy_only=False)]
-            if len(steps):
-                yield int(steps.max())
-                return
+    parts: list[tuple[Array, Array]] = []
+    for number, _, _, path in stream_files(folder):
+        if number < session:
+            for name in (tail_of(path), path):
+                _, found = Stream(name).read_new(("is_step", "step", "skipped"))
+                for _, batch in found:
+                    if batch is not None and batch.num_rows:
+                        on = batch.column("is_step").to_numpy(zero_copy_only=False)
+                        parts.append((batch.column("step").to_numpy()[on], batch.column("skipped").to_numpy()[on]))
+    steps = np.concatenate([p[0] for p in parts]) if parts else np.zeros(0, np.int64)
+    skipped = np.concatenate([p[1] for p in parts]) if parts else np.zeros(0)
+    unique, last = np.unique(steps[::-1], return_index=True)
+    return {"step": unique, "skipped": skipped[::-1][last]}

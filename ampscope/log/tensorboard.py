@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.summary.writer.record_writer import RecordWriter
 
+from ampscope.log.crc32c import record
 from ampscope.log.encode import Row
+from ampscope.log.files import AppendFile
 from ampscope.log.schema import Header
 from ampscope.record import underflow
 from ampscope.record.step import MEASURED, Layer
@@ -23,19 +25,24 @@ TAGS = (
     "loss_scale", "skipped", "skipped_total", "growth_tracker", "loss", "grad_norm", "headroom_bits", "underflow_ratio",
     "zero_ratio", "nonfinite_layers", "step_seconds",
 )  # fmt: skip
-"""Tags `amp/NAME` of every step."""
+"""Tags `amp/NAME` of every step; one whose number was not taken at a step is left out of it."""
 LAYER_TAGS = ("grad_norm", "grad_max", "underflow_ratio")
 """Tags `NAME/LAYER` of every `LAYERS_EVERY`-th step."""
 LAYERS_EVERY = 10
 MAX_GROUPS = 100
 """Above so many layers tags are written by module: TensorBoard loads 12,000 tags in minutes."""
+KEEP_BYTES = 8 << 20
+"""Newest bytes kept while nothing can be written."""
+
+Array = np.ndarray[Any, Any]
+_EVENT_FILE = re.compile(r"^events\.out\.tfevents\.(\d{10,})\.")
 
 
 class Events(Protocol):
     """Where summaries go."""
 
     def add(self, summary: Summary, step: int, wall: float) -> None:
-        """Write one event."""
+        """Take one event."""
 
     def flush(self) -> None:
         """Put what was added on disk."""
@@ -45,33 +52,56 @@ class Events(Protocol):
 
 
 class EventFile:
-    """An event file of our own, opened with a file-version event and, in a resumed run, a session start."""
+    """An event file of our own. It begins with a session start, so that steps of an earlier session from there on are dropped."""
 
     def __init__(self, folder: Path, header: Header, now: float) -> None:
-        name = f"events.out.tfevents.{int(now):010d}.{socket.gethostname()}.{os.getpid()}.{header.session}.ampscope"
-        self._file = open(folder / name, "ab")  # noqa: SIM115  (stays open)
-        self._records = RecordWriter(self._file)
-        self._write(Event(wall_time=now, file_version="brain.Event:2"))
-        if header.session:
-            start = Event(wall_time=now, step=header.first_step, session_log=SessionLog(status=SessionLog.START))
-            self._write(start)
-        self.flush()
-
-    def _write(self, event: Event) -> None:
-        self._records.write(event.SerializeToString())
+        # TensorBoard reads a folder's files in the order of their names and never goes back.
+        earlier = [int(m[1]) for name in _names(folder) if (m := _EVENT_FILE.match(name))]
+        stamp = max([int(now), *(e + 1 for e in earlier)])
+        name = f"events.out.tfevents.{stamp:010d}.{socket.gethostname()}.{os.getpid()}.{header.session}.ampscope"
+        start = Event(wall_time=now, step=header.first_step, session_log=SessionLog(status=SessionLog.START))
+        begin = [Event(wall_time=now, file_version="brain.Event:2"), start]
+        self._file = AppendFile(folder / name, b"".join(record(e.SerializeToString()) for e in begin))
+        self._waiting: list[bytes] = []
+        self._size = 0
 
     def add(self, summary: Summary, step: int, wall: float) -> None:
-        """Write one event."""
-        self._write(Event(wall_time=wall, step=step, summary=summary))
+        """Take one event."""
+        data = record(Event(wall_time=wall, step=step, summary=summary).SerializeToString())
+        self._waiting.append(data)
+        self._size += len(data)
+        while self._size > KEEP_BYTES:
+            self._size -= len(self._waiting.pop(0))
 
     def flush(self) -> None:
-        """Put what was added on disk."""
-        self._records.flush()
+        """Put what was added on disk.
+
+        Raises:
+            OSError: it could not be written; it is kept.
+        """
+        self._file.ensure()
+        if self._waiting:
+            self._file.append(b"".join(self._waiting))
+            self._waiting.clear()
+            self._size = 0
 
     def close(self) -> None:
-        """Flush and close."""
-        self.flush()
-        self._records.close()
+        """Flush and close.
+
+        Raises:
+            OSError: it could not be written.
+        """
+        try:
+            self.flush()
+        finally:
+            self._file.close()
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
 
 
 class UsersWriter:
@@ -100,11 +130,18 @@ class UsersWriter:
 
 
 class TensorBoardSink:
-    """Turns rows into summaries."""
+    """Turns rows into summaries.
 
-    def __init__(self, events: Events, layers: Sequence[Layer]) -> None:
+    Args:
+        events: where they go.
+        layers: of the rows to come.
+        skipped: steps skipped before the first row.
+    """
+
+    def __init__(self, events: Events, layers: Sequence[Layer], skipped: float = 0.0) -> None:
         self._events = events
-        self._skipped = 0.0
+        self._skipped = skipped
+        self._due = 0
         self.set_layers(layers)
 
     def set_layers(self, layers: Sequence[Layer]) -> None:
@@ -113,19 +150,20 @@ class TensorBoardSink:
         self._groups = group([layer.name for layer in layers])
 
     def write(self, row: Row) -> None:
-        """Write one step."""
+        """Take one row; only steps are shown."""
         if not row.is_step:
             return
-        if not math.isnan(row.scalars.get("skipped", math.nan)):
-            self._skipped += row.scalars.get("skipped", math.nan)
-        values = [(f"amp/{n}", self._skipped if n == "skipped_total" else row.scalars[n]) for n in TAGS if n in row.scalars or n == "skipped_total"]
-        if row.columns is None:  # nothing was measured at this step: a gap, not a NaN that looks like a fault
-            measured = ("grad_norm", "headroom_bits", "underflow_ratio", "zero_ratio", "nonfinite_layers")
-            values = [(tag, v) for tag, v in values if tag.removeprefix("amp/") not in measured]
-        elif row.step % LAYERS_EVERY == 0:
+        scalars = row.scalars
+        skipped = scalars.get("skipped", 0.0)
+        self._skipped += skipped if skipped == skipped else 0.0
+        known = {**scalars, "skipped_total": self._skipped}
+        values = [(f"amp/{n}", known[n]) for n in TAGS if n in known]
+        if row.columns is not None and row.step >= self._due:
+            # The first sampled step of each ten, also where only every k-th is sampled.
+            self._due = row.step - row.step % LAYERS_EVERY + LAYERS_EVERY
             values += self._layer_values(row)
         summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values])
-        self._events.add(summary, row.step, row.scalars["time"])
+        self._events.add(summary, row.step, scalars["time"])
 
     def _layer_values(self, row: Row) -> list[tuple[str, float]]:
         c = row.columns
@@ -156,24 +194,36 @@ class TensorBoardSink:
         self._events.close()
 
 
-def group(names: Sequence[str], most: int = MAX_GROUPS) -> dict[str, np.ndarray[Any, np.dtype[np.int64]]]:
-    """Return {tag suffix: layer indices}: a layer each, or above `most` layers the deepest module level with at most `most` modules."""
+def group(names: Sequence[str], most: int = MAX_GROUPS) -> dict[str, Array]:
+    """Return {tag suffix: layer indices}: one a layer, or above `most` layers one a module, at the deepest level with few enough."""
     parts = [n.split(".") for n in names]
-    depth = max(map(len, parts), default=1)
     keys = ["/".join(p) for p in parts]
-    while len(set(keys)) > most and depth > 1:
-        depth -= 1
-        keys = ["/".join(p[:depth]) for p in parts]
-    if len(set(keys)) > most:  # a flat list of names: the rest shares one group
-        first = list(dict.fromkeys(keys))[: most - 1]
-        keys = [k if k in set(first) else "other" for k in keys]
+    if len(names) > most:
+        parts = [p[:-1] or p for p in parts]
+        keys = ["/".join(p) for p in parts]
+        depth = max(map(len, parts))
+        while len(set(keys)) > most and depth > 1:
+            depth -= 1
+            keys = ["/".join(p[:depth]) for p in parts]
+        kept = set(list(dict.fromkeys(keys))[: most if len(set(keys)) <= most else most - 1])
+        keys = [k if k in kept else "other" for k in keys]
     out: dict[str, list[int]] = {}
     for i, key in enumerate(keys):
         out.setdefault(key, []).append(i)
     return {k: np.array(v, np.int64) for k, v in out.items()}
 
 
-def make_sink(choice: Any, folder: Path, header: Header, clock: Callable[[], float]) -> TensorBoardSink:
-    """Return the sink for `watch(tensorboard=...)`: True, or a `SummaryWriter`."""
-    events: Events = EventFile(folder, header, clock()) if choice is True else UsersWriter(choice)
-    return TensorBoardSink(events, header.layers)
+def make_sink(choice: Any, folder: Path, header: Header, now: float, skipped: float = 0.0) -> TensorBoardSink | None:
+    """Return the sink for `watch(tensorboard=...)`: True (rank 0 writes), a `SummaryWriter`, or False (None).
+
+    Args:
+        choice: as given to `watch`.
+        folder: the run's.
+        header: of the first stream.
+        now: Unix seconds.
+        skipped: steps that earlier sessions skipped.
+    """
+    if choice is False or choice is None or (choice is True and header.rank):
+        return None
+    events: Events = EventFile(folder, header, now) if choice is True else UsersWriter(choice)
+    return TensorBoardSink(events, header.layers, skipped)
