@@ -27,8 +27,14 @@ class Observer:
     def before_unscale(self, recorder: Recorder, optimizer: torch.optim.Optimizer) -> None:
         """Gradients of `optimizer` are still scaled; called once an optimizer and record, before statistics are taken."""
 
+    def after_unscaled(self, optimizer: torch.optim.Optimizer) -> None:
+        """The user's own call of `unscale_(optimizer)` returned."""
+
+    def asked_scale(self) -> None:
+        """The user called `get_scale()`."""
+
     def before_optimizer_step(self, recorder: Recorder, optimizer: torch.optim.Optimizer) -> None:
-        """`scaler.step(optimizer)` was called, or `optimizer.step()` directly (`recorder.in_scaler_step` tells)."""
+        """`scaler.step(optimizer)` was called, or `optimizer.step()` directly (`recorder.in_scaler_call` tells)."""
 
     def after_optimizer_step(self, recorder: Recorder, optimizer: torch.optim.Optimizer) -> None:
         """`scaler.step(optimizer)` returned, or `optimizer.step()` directly."""

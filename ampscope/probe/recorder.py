@@ -87,6 +87,10 @@ class Recorder:
         """Return the layer index of a parameter, or None."""
         return self._index.get(id(param))
 
+    def keep_until_record_closes(self, handle: Any) -> None:
+        """Remove a hook when the open record closes."""
+        self._losses_handles.append(handle)
+
     def looks_bad(self) -> bool:
         """Whether the open record is known, on the host already, to hold an overflow or a non-finite loss."""
         flags = (f for _, s in self._states() for f in s["found_inf_per_device"].values())
@@ -195,6 +199,12 @@ class Recorder:
         """Off the sampling grid the statistics of a skipped step are still wanted: take them if the flag is on the host."""
         if not self.window.sampled and self._flag_on_host(optimizer):
             self._take(optimizer, rescale=True)
+        if not self.in_scaler_call:
+            self._each("after_unscaled", optimizer)
+
+    def asked_scale(self) -> None:
+        """The user called `get_scale()`."""
+        self._each("asked_scale")
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """`scaler.step(optimizer)` begins (or `optimizer.step()` outside it)."""

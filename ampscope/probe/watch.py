@@ -23,6 +23,7 @@ from ampscope.probe.armed import ArmedTracer
 from ampscope.probe.culprit import Culprit
 from ampscope.probe.observer import Observer
 from ampscope.probe.recorder import Recorder
+from ampscope.probe.usage import Usage
 from ampscope.record.step import Event, Layer
 
 Scaler = TypeVar("Scaler")
@@ -166,7 +167,7 @@ def watch(
 
 def default_observers(*, probe_every: int, activations: bool) -> list[Observer]:
     """Return the parts that listen to every watched scaler, in the order they are called."""
-    return [Culprit(), ArmedTracer()]
+    return [Culprit(), Usage(), ArmedTracer()]
 
 
 def unwatch(scaler: Any) -> None:
@@ -356,13 +357,13 @@ def _methods(made: Watch) -> dict[str, Any]:
     def step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         if not recorder.enabled or self is not mine:
             return original.step(self, optimizer, *args, **kwargs)
-        recorder.guarded("before_step", optimizer)
-        recorder.in_scaler_step = True
+        recorder.in_scaler_call = recorder.in_scaler_step = True
         try:
+            recorder.guarded("before_step", optimizer)
             out = call("step", original.step, self, (optimizer, *args), kwargs)
+            recorder.guarded("after_step", optimizer)
         finally:
-            recorder.in_scaler_step = False
-        recorder.guarded("after_step", optimizer)
+            recorder.in_scaler_call = recorder.in_scaler_step = False
         return out
 
     @hooks.wraps_method(original.update)
@@ -374,6 +375,12 @@ def _methods(made: Watch) -> dict[str, Any]:
         recorder.guarded("after_update")
         return out
 
+    @hooks.wraps_method(original.get_scale)
+    def get_scale(self: Any) -> Any:
+        if recorder.enabled and self is mine:
+            recorder.guarded("asked_scale")
+        return original.get_scale(self)
+
     def __enter__(self: Any) -> Any:
         return self
 
@@ -382,6 +389,7 @@ def _methods(made: Watch) -> dict[str, Any]:
 
     return {
         "_ampscope_watch": made, "scale": scale, "unscale_": unscale_, "step": step, "update": update,
+        "get_scale": get_scale,
         "__enter__": __enter__, "__exit__": __exit__,
     }  # fmt: skip
 
