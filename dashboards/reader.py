@@ -16,8 +16,11 @@ from ampscope.log.streams import stream_files
 from ampscope.run.find import run_folders
 from ampscope.run.run import Run
 
+from .diagnosis import Diagnosis
 from .source import Source
 
+SHOW_EVERY = 16
+"""Chunks after which a scan that goes on shows what it has."""
 State = Literal["live", "ended", "died", "empty"]
 
 
@@ -51,9 +54,10 @@ class RunStore:
         self._sources: dict[str, Source] = {}
         self._scanned = float("-inf")
         self._refreshed: dict[str, float] = {}
-        self._jobs: queue.Queue[tuple[Source, str, int]] = queue.Queue()
+        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._pending: set[tuple[int, str, int]] = set()
         self._worker: threading.Thread | None = None
+        self.diagnosis = Diagnosis(clock, self._apart)
 
     @property
     def now(self) -> float:
@@ -130,29 +134,40 @@ class RunStore:
             state = "empty"
         return Life(state, age, rows_age, int(steps[-1]) if len(steps) else -1)
 
-    # Summaries of long runs are made by one thread, a chunk at a time, so that viewers are answered in between
+    # Summaries of long runs and diagnoses are made by one thread, a piece at a time, so that viewers are answered in between
 
     def _ask(self, source: Source, family: str, rank: int) -> None:
         job = (id(source), family, rank)
         with self._lock:
-            if job in self._pending:
-                return
-            self._pending.add(job)
-            self._jobs.put((source, family, rank))
+            if job not in self._pending:
+                self._pending.add(job)
+                self._later(lambda: self._scan(source, family, rank))
+
+    def _scan(self, source: Source, family: str, rank: int, chunks: int = 0) -> None:
+        more = False
+        try:
+            more = source.scan_chunk(family, rank)
+        except (AmpscopeError, OSError):
+            more = False  # the view that asked says what is wrong with the log
+        if not more or chunks % SHOW_EVERY == SHOW_EVERY - 1:
+            source.note()
+        if more:
+            self._later(lambda: self._scan(source, family, rank, chunks + 1))
+            return
+        with self._lock:
+            self._pending.discard((id(source), family, rank))
+
+    def _later(self, job: Callable[[], None]) -> None:
+        with self._lock:
+            self._jobs.put(job)
             if self._worker is None:
                 self._worker = threading.Thread(target=self._work, name="ampscope-summaries", daemon=True)
                 self._worker.start()
 
     def _work(self) -> None:
         while True:
-            source, family, rank = self._jobs.get()
-            more = False
-            try:
-                more = source.scan_chunk(family, rank)
-            except (AmpscopeError, LogError, OSError):
-                more = False  # the view that asked says what is wrong with the log
-            if more:
-                self._jobs.put((source, family, rank))
-                continue
-            with self._lock:
-                self._pending.discard((id(source), family, rank))
+            self._jobs.get()()
+
+    def _apart(self, job: Callable[[], None]) -> None:
+        """Run a diagnosis in a thread of its own: it is one long piece."""
+        threading.Thread(target=job, name="ampscope-diagnosis", daemon=True).start()

@@ -83,6 +83,8 @@ class Source:
         self.key, self.run = key, run
         self.revision = 0
         """Grows with every change of the run."""
+        self.notes = 0
+        """Grows when something beside the log changed what a viewer would see: a summary was finished, a diagnosis made."""
         self._ask_scan = ask_scan
         self._lock = threading.RLock()
         self._clear()
@@ -116,6 +118,17 @@ class Source:
                 self._clear()
             self.revision += 1
             return True
+
+    def note(self) -> None:
+        """Tell viewers at their next tick that there is more to see, although no row came."""
+        with self._lock:
+            self.notes += 1
+            self._cache.clear()
+
+    @property
+    def stamp(self) -> list[int]:
+        """What changes whenever a viewer would see something else."""
+        return [self.generation, self.revision, self.notes]
 
     def cached(self, what: Any, make: Callable[[], T]) -> T:
         """Return `make()`, remembered under `what` until the run changes (ten viewers ask for the same)."""
@@ -218,6 +231,9 @@ class Source:
     def _read(self, family: str, rank: int, rows: slice) -> dict[str, Array]:
         """Read a family's metrics of some rows, float32 [n, L] each; with "flags" also the flags, uint8 [n, L]."""
         names = FAMILIES[family]
+        if rows.stop <= rows.start:
+            empty = {name: np.zeros((0, len(self.layers)), np.float32) for name in names}
+            return empty | ({"flags": np.zeros((0, len(self.layers)), np.uint8)} if family == "flags" else {})
         needed = tuple(dict.fromkeys(c for name in names for c in derived.columns_of(name)))
         columns = self.run.columns(needed, rank, rows)
         scale = self.values("loss_scale", rank)[rows]
@@ -300,6 +316,13 @@ class Source:
     def _rows(self, family: str, name: str, rank: int, rows: slice) -> Array:
         tables = self.cached(("rows", family, rank, rows.start, rows.stop), lambda: self._read(family, rank, rows))
         return tables[name]
+
+    def exponents(self, layer: int, rank: int, low: float | None, high: float | None) -> tuple[Array, Array]:
+        """Return (steps int64 [H], counts int64 [H, 256]) of a layer's histograms within [low, high]."""
+        steps, counts = self.cached(("exponents", layer, rank), lambda: self.run.exponents(layer, rank))
+        start = 0 if low is None else int(np.searchsorted(steps, low, "left"))
+        stop = len(steps) if high is None else int(np.searchsorted(steps, high, "right"))
+        return steps[start:stop], counts[start:stop]
 
     def _edges(self, at: Array, stop: int) -> Array:
         """Return the steps at which columns begin, and the one after the last."""

@@ -11,8 +11,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from ..views.common import power
 from . import encode
-from .theme import PALETTES, Figure, Theme, layout
+from .theme import PALETTES, Figure, Palette, Theme, layout
 
 Array = np.ndarray[Any, Any]
 Scale = Literal["linear", "log10", "log2", "share"]
@@ -52,6 +53,8 @@ class Panel:
     strip: dict[str, Any] | None = None
     """A ready trace for a panel of marks on a hidden 0–1 axis, instead of lines."""
     ticks: dict[str, Any] = field(default_factory=dict)
+    suffix: str = ""
+    """Unit after a value."""
 
 
 def powers(values: Sequence[Array], most: int = 6) -> dict[str, Any]:
@@ -62,7 +65,7 @@ def powers(values: Sequence[Array], most: int = 6) -> dict[str, Any]:
         return {"tickmode": "array", "tickvals": [1.0], "ticktext": ["2^0"]}
     low, high = int(np.floor(np.log2(seen.min()))), int(np.ceil(np.log2(seen.max())))
     stride = max(1, -(-(high - low) // most))
-    exponents = range(low - low % stride - stride, high + 2 * stride, stride)
+    exponents = range(low - low % stride - 2 * stride, high + 3 * stride, stride)
     exponents = range(max(exponents.start, -1000), min(exponents.stop, 1000), stride)
     return {"tickmode": "array", "tickvals": [2.0**k for k in exponents], "ticktext": [f"2^{k}" for k in exponents]}
 
@@ -89,6 +92,8 @@ def stacked(
     breaks: Sequence[tuple[float, str]] = (),
     height: int = 150,
     legend: bool = False,
+    mark: float | None = None,
+    narrow: bool = False,
 ) -> Figure:
     """Return the figure.
 
@@ -97,6 +102,8 @@ def stacked(
         x_range: the x range to show; None lets plotly follow the data.
         breaks: (x, label) of vertical lines over all panels, e.g. where a session began.
         height: pixels of a panel of weight 1.
+        mark: the chosen step.
+        narrow: for a phone.
     """
     p = PALETTES[theme]
     total = sum(panel.weight for panel in panels)
@@ -104,6 +111,7 @@ def stacked(
     gap = 30 / pixels
     data: list[dict[str, Any]] = []
     axes: dict[str, Any] = {}
+    floor = "y" if len(panels) == 1 else f"y{len(panels)}"
     notes: list[dict[str, Any]] = []
     top = 1.0
     for i, panel in enumerate(panels):
@@ -140,18 +148,37 @@ def stacked(
         for x, label in list(breaks)[:20]
     ]  # fmt: skip
     x_axis: dict[str, Any] = {
-        "title": {"text": x_title}, "anchor": "y" if len(panels) == 1 else f"y{len(panels)}", "domain": [0, 1],
+        "title": {"text": x_title}, "anchor": floor, "domain": [0, 1],
         "showspikes": True, "spikemode": "across", "spikesnap": "cursor", "spikethickness": 1, "spikedash": "solid",
-        "spikecolor": p.muted, "type": "log" if x_log else "linear", "exponentformat": "none", "separatethousands": True,
+        "spikecolor": p.muted, "unifiedhovertitle": {"text": x_title + " %{x:,}"}, "type": "log" if x_log else "linear", "exponentformat": "none", "separatethousands": True,
     }  # fmt: skip
     x_axis |= {"range": [float(v) for v in x_range], "autorange": False} if x_range else {"autorange": True}
+    side = {"l": 52, "r": 6} if narrow else {"l": 68, "r": 14}
     return {
         "data": data,
         "layout": layout(
             theme, revision, xaxis=x_axis, **axes, annotations=notes, height=pixels, hovermode="x unified",
-            hoversubplots="axis", margin={"l": 68, "r": 14, "t": 34, "b": 46}, showlegend=legend,
+            hoversubplots="axis", margin={**side, "t": 34, "b": 46}, showlegend=legend, shapes=cursor(mark, p),
         ),
     }  # fmt: skip
+
+
+def cursor(at: float | None, p: Palette) -> list[dict[str, Any]]:
+    """Return the line that marks the chosen step, as layout shapes (one at most: many would make every refresh slow)."""
+    if at is None:
+        return []
+    return [
+        {
+            "type": "line",
+            "x0": at,
+            "x1": at,
+            "y0": 0,
+            "y1": 1,
+            "xref": "x",
+            "yref": "paper",
+            "line": {"color": p.skip, "width": 2},
+        }
+    ]
 
 
 def _axis(panel: Panel, domain: list[float]) -> dict[str, Any]:
@@ -162,13 +189,13 @@ def _axis(panel: Panel, domain: list[float]) -> dict[str, Any]:
     if panel.scale == "log2":
         axis |= {"type": "log", **powers(values)}
         axis.pop("tickformat")
-        if (span := log_range(values, 2.0)) is not None:
-            axis |= {"range": span, "autorange": False}
     elif panel.scale == "log10":
-        axis |= {"type": "log", "exponentformat": "power", "dtick": _decades(values)}
+        axis |= {"type": "log", "exponentformat": "e", "dtick": _decades(values)}
         axis.pop("tickformat")
     elif panel.scale == "share":
         axis |= {"tickformat": ".3~p", "rangemode": "tozero"}
+    if panel.suffix:
+        axis["ticksuffix"] = panel.suffix
     return axis | panel.ticks
 
 
@@ -194,8 +221,10 @@ def _trace(line: Line, panel: Panel, axis: str) -> dict[str, Any]:
         trace["marker"] = {"color": line.color, "symbol": line.symbol, "size": line.size}
     if line.fill:
         trace |= {"fill": "tonexty", "fillcolor": line.fill}
-    if line.hover:
-        trace["hovertemplate"] = f"%{{y:{shown}}}"
+    if line.hover and panel.scale == "log2":
+        trace |= {"text": [power(v) for v in line.y.tolist()], "hovertemplate": "%{text}"}
+    elif line.hover:
+        trace["hovertemplate"] = f"%{{y:{shown}}}{panel.suffix}"
     else:
         trace["hoverinfo"] = "skip"
     return trace
