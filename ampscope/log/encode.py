@@ -101,7 +101,9 @@ def to_batch(chunk: Mapping[str, Any], schema: pa.Schema) -> pa.RecordBatch:
         schema: of the stream.
     """
     n = len(chunk["row"])
-    return pa.RecordBatch.from_arrays([_column(chunk.get(field.name), field.type, n) for field in schema], schema=schema)
+    return pa.RecordBatch.from_arrays(
+        [_column(chunk.get(field.name), field.type, n) for field in schema], schema=schema
+    )
 
 
 def _column(value: Any, kind: pa.DataType, n: int) -> pa.Array:
@@ -123,5 +125,9 @@ def _column(value: Any, kind: pa.DataType, n: int) -> pa.Array:
             return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(values, kind.value_type))
         return pa.array(value, kind)
     if value is None:
-        value = np.full(n, np.nan) if pa.types.is_floating(kind) else np.zeros(n, bool if pa.types.is_boolean(kind) else np.int64)
+        value = (
+            np.full(n, np.nan)
+            if pa.types.is_floating(kind)
+            else np.zeros(n, bool if pa.types.is_boolean(kind) else np.int64)
+        )
     return pa.array(np.asarray(value), kind)

@@ -160,5 +160,7 @@ class Journal:
 
 
 def _say(text: str) -> None:
-    with contextlib.suppress(RuntimeWarning):  # raised where warnings are errors, and this thread has nobody to raise to
+    with contextlib.suppress(
+        RuntimeWarning
+    ):  # raised where warnings are errors, and this thread has nobody to raise to
         warnings.warn(text, RuntimeWarning, stacklevel=3)

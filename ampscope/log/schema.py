@@ -122,7 +122,7 @@ class Header:
             raise LogError(f"{path}: the header is damaged") from None
 
 
-BASE = ("row", "is_step", "step", *SCALARS, "custom", "observed", "events")
+BASE = ("row", "is_step", "step", *SCALARS, "custom", "observed", "events", "has_histograms")
 """Columns a reader takes from every row; they come first, so that they are one stretch of a batch."""
 HISTOGRAM_COLUMNS = ("hist_layer", "hist_first", "hist_length", "hist_counts", "hist_exact")
 
@@ -136,13 +136,13 @@ def make_schema(header: Header) -> pa.Schema:
         pa.field("custom", pa.map_(pa.utf8(), pa.float64())),
         pa.field("observed", pa.map_(pa.utf8(), pa.float64())),
         pa.field("events", pa.list_(EVENT)),
+        pa.field("has_histograms", pa.bool_()),
     ]
     fields += [pa.field(name, pa.list_(kind, n)) for name, kind in layer_types(header.layers).items()]
     count = count_type(header.layers)
     fields += [
         pa.field("weight_norm", pa.list_(pa.float32())),
         pa.field("probed_flushed", pa.list_(count)),
-        pa.field("has_histograms", pa.bool_()),
         pa.field("hist_layer", pa.list_(pa.int32())),
         pa.field("hist_first", pa.list_(pa.uint8())),
         pa.field("hist_length", pa.list_(pa.uint16())),

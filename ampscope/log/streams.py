@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,9 +15,11 @@ import pyarrow as pa
 
 from ampscope.errors import LogError
 from ampscope.log import frames
-from ampscope.log.rundir import STREAM
 from ampscope.log.schema import Header, buffers_a_column
 
+STREAM = re.compile(r"^ampscope-(\d+)-rank(\d+)(?:-part(\d+))?(?:\.(?!tail\b)([a-z]+))?\.arrows$")
+HEARTBEAT = 5.0
+"""Seconds between touches of a live stream."""
 Array = np.ndarray[Any, Any]
 ARROW_ERRORS = (
     OSError, pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowKeyError, pa.ArrowMemoryError, pa.ArrowTypeError,
@@ -165,7 +168,9 @@ class Stream:
             for i in picked:
                 a, b = ranges[i]
                 if zlib.crc32(view[body + a : body + b]) != frame.crcs[i]:
-                    self._note(f"the batch at {frame.offset} is damaged (CRC-32, {self.schema.names[i]}) and was left out")
+                    self._note(
+                        f"the batch at {frame.offset} is damaged (CRC-32, {self.schema.names[i]}) and was left out"
+                    )
                     return None
             options = pa.ipc.IpcReadOptions(included_fields=picked, use_threads=False)
             with pa.ipc.open_stream(pa.py_buffer(data), options=options) as reader:

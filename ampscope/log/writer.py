@@ -13,8 +13,9 @@ from typing import Any
 
 from ampscope.log.inbox import Inbox
 from ampscope.log.journal import Journal
-from ampscope.log.rundir import HEARTBEAT, RunClaim
+from ampscope.log.rundir import RunClaim
 from ampscope.log.schema import Header
+from ampscope.log.streams import HEARTBEAT
 from ampscope.record.step import Event, Layer, Pending, Resolved, StepRecord
 
 FLUSH = 0.5

@@ -20,7 +20,9 @@ def run_folders(log_dir: str | os.PathLike[str]) -> list[Path]:
     if not base.exists():
         raise LogError(f"no folder {str(base)!r}: pass the folder that watch(log_dir=...) wrote to")
     if not base.is_dir():
-        raise LogError(f"{str(base)!r} is a file, not a folder of runs: pass the folder that watch(log_dir=...) wrote to")
+        raise LogError(
+            f"{str(base)!r} is a file, not a folder of runs: pass the folder that watch(log_dir=...) wrote to"
+        )
     found = []
     for folder, children, files in os.walk(base):
         children[:] = [c for c in children if not c.startswith(".")]
@@ -38,7 +40,7 @@ def find_runs(log_dir: str | os.PathLike[str] = "logs") -> list[Run]:
     runs = []
     for folder in run_folders(log_dir):
         try:
-            runs.append(Run(folder))
+            runs.append(Run(folder, lazy=True))
         except LogError:
             continue
     return sorted(runs, key=lambda r: (r.last_seen, r.name), reverse=True)
@@ -57,7 +59,11 @@ def open_run(path: str | os.PathLike[str]) -> Run:
         raise LogError(f"{str(folder)!r} is a file; open_run() takes a run's folder")
     around = folder if folder.is_dir() else folder.parent
     names = sorted(str(p.relative_to(around)) for p in run_folders(around)) if around.is_dir() else []
-    hint = f"; runs there: {', '.join(names[:8])}{', …' if len(names) > 8 else ''}" if names else "; no run was found there"
+    hint = (
+        f"; runs there: {', '.join(names[:8])}{', …' if len(names) > 8 else ''}"
+        if names
+        else "; no run was found there"
+    )
     if folder.is_dir():
         raise LogError(f"{str(folder)!r} is not a run's folder{hint}")
     raise LogError(f"no run {str(folder)!r}{hint if around.is_dir() else ''}")

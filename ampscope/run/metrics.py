@@ -62,7 +62,10 @@ METRICS: dict[str, tuple[tuple[str, ...], Callable[[Columns, Array, Array], Arra
     "underflow_ratio": (UNDERFLOW_COLUMNS, _underflow(0)),
     "underflow_ratio_low": (UNDERFLOW_COLUMNS, _underflow(1)),
     "underflow_ratio_high": (UNDERFLOW_COLUMNS, _underflow(2)),
-    "underflow_ratio_measured": (("probed_flushed",), lambda c, scale, numel: c["probed_flushed"] / np.maximum(numel, 1)),
+    "underflow_ratio_measured": (
+        ("probed_flushed",),
+        lambda c, scale, numel: c["probed_flushed"] / np.maximum(numel, 1),
+    ),
     "underflow_ratio_unscaled": (("below_unscaled", *UNDERFLOW_COLUMNS), _unscaled),
     "headroom_bits": (("max_abs", "pos_inf", "neg_inf"), _headroom),
     "nonfinite_count": (("nan", "pos_inf", "neg_inf"), _nonfinite),

@@ -2,59 +2,40 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from ampscope.log import frames
-from ampscope.log.schema import BASE, LAYER_COLUMNS, SCALARS, Header, make_schema
+from ampscope.log.schema import BASE, LAYER_COLUMNS, Header, make_schema
 from ampscope.log.streams import Stream, tail_of
-from ampscope.record.step import Event, EventKind
+from ampscope.record.step import MEASURED
+from ampscope.run.block import Block, after, make_block
+from ampscope.run.histograms import INDEX, VALUES, spread
 
-_LISTS = {"weight_norm": (np.float64, np.nan), "probed_flushed": (np.float64, np.nan)}
-_DTYPES = {name: kind.to_pandas_dtype() for name, kind in LAYER_COLUMNS}
-
-ALL = tuple(make_schema(Header(())).names)
 Array = np.ndarray[Any, Any]
 
-
-@dataclass(slots=True)
-class Block:
-    """The rows of one batch that are steps; `frame` tells where its layer columns are, `batch` holds them for a tail."""
-
-    rows: Array
-    """int64: row numbers in the stream."""
-    take: Array
-    """int64: positions of those rows in the batch."""
-    steps: Array
-    scalars: dict[str, Array]
-    extra: dict[str, tuple[Array, Array]]
-    """name → (positions among `rows`, values) of `.log()` and observed values."""
-    events: list[tuple[int, Event]]
-    """(row number, event)."""
-    frame: frames.Frame | None = None
-    batch: pa.RecordBatch | None = None
+ALL = tuple(make_schema(Header(())).names)
+LISTS = ("weight_norm", "probed_flushed")
+"""Layer columns that are there at some steps only; NaN elsewhere."""
+DTYPES: dict[str, Any] = {
+    **{name: np.int64 if kind is None else kind.to_pandas_dtype() for name, kind in LAYER_COLUMNS},
+    **dict.fromkeys(LISTS, np.float64),
+}
+"""Type of each layer column as it is read."""
 
 
-@dataclass
 class Series:
     """A main stream and its tail."""
 
-    path: Path
-    session: int
-    rank: int
-    part: int
-    blocks: list[Block] = field(default_factory=list)
-    tail_blocks: list[Block] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self._main, self._tail = Stream(self.path), Stream(tail_of(self.path))
-        self.version = 0
+    def __init__(self, path: Path, session: int, rank: int, part: int) -> None:
+        self.path, self.session, self.rank, self.part = path, session, rank, part
+        self._main, self._tail = Stream(path), Stream(tail_of(path))
+        self._main_blocks: list[Block] = []
+        self._tail_blocks: list[Block] = []
+        self._settle()
 
     @property
     def header(self) -> Header | None:
@@ -71,172 +52,140 @@ class Series:
         """What was left out, a line each."""
         return [*self._main.damage, *self._tail.damage]
 
-    def refresh(self) -> bool:
-        """Read what was appended; return whether anything changed. The tail goes first: what it held may move to the main file meanwhile.
+    @property
+    def files(self) -> tuple[Path, Path]:
+        """The main file and its tail (which a finished stream has not)."""
+        return self._main.path, self._tail.path
+
+    def read_header(self) -> None:
+        """Read the header alone.
 
         Raises:
             LogError: a newer version, or not an ampscope log.
         """
-        before = (len(self.blocks), len(self.tail_blocks), self.finished)
+        self._main.read_header()
+
+    def refresh(self) -> bool:
+        """Read what was appended; return whether anything changed.
+
+        Raises:
+            LogError: a newer version, or not an ampscope log.
+        """
+        before = (len(self.steps), len(self.events), self.finished, self.header, len(self.damage))
+        # The tail goes first: what it held may move to the main file meanwhile.
         anew, fresh = self._tail.read_new(ALL)
         if anew:
-            self.tail_blocks.clear()
-        self.tail_blocks += [make_block(b, None, b) for _, b in fresh if b is not None and b.num_rows]
-        changed_tail = anew or bool(fresh)
+            self._tail_blocks.clear()
+        self._tail_blocks += [make_block(b, None, b) for _, b in fresh if b is not None and b.num_rows]
         anew, fresh = self._main.read_new(BASE)
         if anew:
-            self.blocks.clear()
-        self.blocks += [make_block(b, f, None) for f, b in fresh if b is not None and b.num_rows]
-        if self.blocks:
-            last = max((int(b.rows[-1]) for b in self.blocks if len(b.rows)), default=-1)
-            last = max([last, *(r for b in self.blocks for r, _ in b.events)])
-            self.tail_blocks = [c for b in self.tail_blocks if (c := after(b, last)) is not None]
-        changed = changed_tail or anew or before != (len(self.blocks), len(self.tail_blocks), self.finished)
-        self.version += changed
-        return changed
+            self._main_blocks.clear()
+        self._main_blocks += [make_block(b, f, None) for f, b in fresh if b is not None and b.num_rows]
+        last = max((b.last_row for b in self._main_blocks), default=-1)
+        self._tail_blocks = [c for b in self._tail_blocks if (c := after(b, last)) is not None]
+        self._settle()
+        return anew or before != (len(self.steps), len(self.events), self.finished, self.header, len(self.damage))
 
-    @property
-    def all_blocks(self) -> list[Block]:
-        """Every block, in row order."""
-        return [*self.blocks, *self.tail_blocks]
+    def _settle(self) -> None:
+        self.blocks = [*self._main_blocks, *self._tail_blocks]
+        counts = [len(b.rows) for b in self.blocks]
+        self._starts = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]).astype(np.int64)
+        none = np.zeros(0, np.int64)
+        self.steps: Array = np.concatenate([b.steps for b in self.blocks]) if self.blocks else none
+        self.events = [e for b in self.blocks for _, e in b.events]
 
-    def columns(self, names: Sequence[str], rows: Array | None = None) -> dict[str, Array]:
-        """Return layer columns, [n, L] each, of the step rows (`rows`: sorted positions among all step rows; None is all).
-
-        Where a batch turns out damaged, its rows are unsampled (state 0).
-        """
-        n_layers = len(self.header.layers) if self.header else 0
-        blocks = self.all_blocks
-        counts = np.array([len(b.rows) for b in blocks], np.int64)
-        starts = np.concatenate([[0], np.cumsum(counts)])
-        total = int(starts[-1]) if rows is None else len(rows)
-        out: dict[str, Array] = {}
-        for name in names:
-            dtype, fill = _LISTS.get(name, (_DTYPES.get(name, np.float64), 0))
-            out[name] = np.full((total, n_layers), fill, dtype)
-        for i, block in enumerate(blocks):
-            if rows is None:
-                local, to = np.arange(counts[i]), slice(int(starts[i]), int(starts[i + 1]))
-            else:
-                a, b = np.searchsorted(rows, [starts[i], starts[i + 1]])
-                if a == b:
-                    continue
-                local, to = rows[a:b] - starts[i], slice(int(a), int(b))
-            batch = self._batch(block, names)
-            if batch is None:
-                continue
-            take = block.take[local]
-            for name in names:
-                column = batch.column(name)
-                if name in _LISTS:
-                    _spread(column, take, out[name], to.start)
-                elif n_layers:
-                    out[name][to] = column.flatten().to_numpy(zero_copy_only=False).reshape(-1, n_layers)[take]
+    def scalar(self, name: str) -> Array:
+        """Return a scalar, float64 [rows]; NaN where it was not recorded."""
+        out = np.full(len(self.steps), np.nan)
+        for start, block in zip(self._starts.tolist(), self.blocks, strict=False):
+            if name in block.scalars:
+                out[start : start + len(block.rows)] = block.scalars[name]
+            elif name in block.extra:
+                where, found = block.extra[name]
+                out[start + where] = found
         return out
 
-    def histograms(self, layer: int) -> tuple[Array, Array, Array]:
-        """Return (positions among all step rows [H], counts [H, 256], exact powers [H, 256]) of one layer."""
-        at: list[int] = []
-        counts: list[Array] = []
-        exact: list[Array] = []
-        start = 0
-        names = ("hist_layer", "hist_first", "hist_length", "hist_counts", "hist_exact")
-        for block in self.all_blocks:
-            batch = self._batch(block, names)
+    @property
+    def extra(self) -> set[str]:
+        """Names of `.log()` and observed values."""
+        return {name for b in self.blocks for name in b.extra}
+
+    @property
+    def histogram_rows(self) -> Array:
+        """int64: positions of the rows that hold histograms."""
+        parts = [b.histograms for b in self.blocks]
+        return np.flatnonzero(np.concatenate(parts)) if parts else np.zeros(0, np.int64)
+
+    @property
+    def n_layers(self) -> int:
+        """Layers of this stream."""
+        return len(self.header.layers) if self.header else 0
+
+    def parts(self, names: Sequence[str], rows: Array) -> Iterator[tuple[slice, dict[str, Array]]]:
+        """Yield layer columns block by block: (which of `rows`, {name: [n, L]}).
+
+        A damaged batch yields nothing: its rows count as not sampled.
+
+        Args:
+            names: layer columns.
+            rows: int64, ascending positions among this series' rows.
+        """
+        for to, take, batch in self._batches(names, rows):
+            yield to, {name: self._layer_column(batch, name, take) for name in names}
+
+    def _batches(self, names: Sequence[str], rows: Array) -> Iterator[tuple[slice, Array, pa.RecordBatch]]:
+        edges = np.searchsorted(rows, self._starts)
+        for i, block in enumerate(self.blocks):
+            a, b = int(edges[i]), int(edges[i + 1])
+            if a == b:
+                continue
+            batch = block.batch
+            if batch is None:
+                assert block.frame is not None
+                batch = self._main.load(block.frame, names)
             if batch is not None:
-                for position, row in enumerate(block.take.tolist()):
-                    layers = batch.column("hist_layer")[row].values.to_numpy(zero_copy_only=False)
-                    found = np.flatnonzero(layers == layer)
-                    if not len(layers):
-                        continue
-                    full, powers = np.zeros(256, np.int64), np.zeros(256, np.int64)
-                    if len(found):
-                        k = int(found[0])
-                        length = batch.column("hist_length")[row].values.to_numpy(zero_copy_only=False).astype(np.int64)
-                        first = int(batch.column("hist_first")[row].values[k].as_py())
-                        begin = int(length[:k].sum())
-                        span = slice(first, first + int(length[k]))
-                        full[span] = batch.column("hist_counts")[row].values.to_numpy(zero_copy_only=False)[begin : begin + length[k]]
-                        powers[span] = batch.column("hist_exact")[row].values.to_numpy(zero_copy_only=False)[begin : begin + length[k]]
-                    at.append(start + position)
-                    counts.append(full)
-                    exact.append(powers)
-            start += len(block.rows)
-        empty = np.zeros((0, 256), np.int64)
-        return np.array(at, np.int64), np.stack(counts) if counts else empty, np.stack(exact) if exact else empty
+                yield slice(a, b), block.take[rows[a:b] - self._starts[i]], batch
 
-    def _batch(self, block: Block, names: Sequence[str]) -> pa.RecordBatch | None:
-        if block.batch is not None:
-            return block.batch
-        assert block.frame is not None
-        return self._main.load(block.frame, names)
+    def _layer_column(self, batch: pa.RecordBatch, name: str, take: Array) -> Array:
+        n = self.n_layers
+        if name in LISTS:
+            return _lists(batch, name, take, n)
+        if name not in batch.schema.names or not n:
+            return np.zeros((len(take), n), DTYPES[name])
+        table = batch.column(name).flatten().to_numpy(zero_copy_only=False).reshape(-1, n)
+        whole = len(take) == len(table) and (not len(take) or int(take[-1] - take[0]) == len(table) - 1)
+        return np.asarray(table if whole else table[take], DTYPES[name])
 
+    def histograms(self, which: str, rows: Array, layer: int | None = None) -> Array:
+        """Return histograms ("exponents") or exact powers ("exact") of some rows: int64 [n, L, 256], or [n, 256] of one layer."""
+        n = self.n_layers
+        out = np.zeros((len(rows), n, 256) if layer is None else (len(rows), 256), np.int64)
+        for to, take, batch in self._batches((*INDEX, VALUES[which]), rows):
+            out[to] = spread(batch, which, take, n, layer)
+        return out
 
-def after(block: Block, last: int) -> Block | None:
-    """Return the rows and events of a block beyond row `last`, or None if there are none."""
-    keep = block.rows > last
-    events = [(r, e) for r, e in block.events if r > last]
-    if keep.all() and len(events) == len(block.events):
-        return block
-    if not keep.any() and not events:
-        return None
-    move = np.cumsum(keep) - 1
-    extra = {k: (move[p[keep[p]]], v[keep[p]]) for k, (p, v) in block.extra.items()}
-    scalars = {k: v[keep] for k, v in block.scalars.items()}
-    return Block(block.rows[keep], block.take[keep], block.steps[keep], scalars, extra, events, block.frame, block.batch)
+    def measured(self, layer: int, rows: Array) -> Array:
+        """Return bool [n]: whether the layer's gradient was measured in some rows."""
+        out = np.zeros(len(rows), bool)
+        for to, columns in self.parts(("state",), rows):
+            out[to] = columns["state"][:, layer] == MEASURED
+        return out
 
 
-def make_block(batch: pa.RecordBatch, frame: frames.Frame | None, keep: pa.RecordBatch | None) -> Block:
-    """Take the base columns out of a batch."""
-    rows = batch.column("row").to_numpy(zero_copy_only=False)
-    is_step = batch.column("is_step").to_numpy(zero_copy_only=False).astype(bool)
-    take = np.flatnonzero(is_step)
-    scalars = {name: batch.column(name).to_numpy(zero_copy_only=False)[take] for name in SCALARS}
-    move = np.cumsum(is_step) - 1
-    extra: dict[str, tuple[Array, Array]] = {}
-    for column in ("custom", "observed"):
-        for name, (at, values) in _map_column(batch.column(column)).items():
-            steps_only = is_step[at]
-            extra[name] = (move[at[steps_only]], values[steps_only])
-    return Block(rows[take], take, batch.column("step").to_numpy(zero_copy_only=False)[take], scalars, extra, _events(batch, rows), frame, keep)
-
-
-def _map_column(column: pa.MapArray) -> dict[str, tuple[Array, Array]]:
+def _lists(batch: pa.RecordBatch, name: str, take: Array, n: int) -> Array:
+    """Return a list column as [rows, n]; NaN where a list is empty or an entry is -1 (not probed)."""
+    out = np.full((len(take), n), np.nan)
+    if name not in batch.schema.names:
+        return out
+    column = batch.column(name)
     offsets = column.offsets.to_numpy(zero_copy_only=False)
-    if offsets[-1] == offsets[0]:
-        return {}
-    lengths = np.diff(offsets)
-    at = np.repeat(np.arange(len(lengths)), lengths)
-    keys = column.keys[int(offsets[0]) : int(offsets[-1])].dictionary_encode()
-    values = column.items[int(offsets[0]) : int(offsets[-1])].to_numpy(zero_copy_only=False)
-    codes = keys.indices.to_numpy(zero_copy_only=False)
-    return {name: (at[codes == i], values[codes == i]) for i, name in enumerate(keys.dictionary.to_pylist())}
-
-
-def _events(batch: pa.RecordBatch, rows: Array) -> list[tuple[int, Event]]:
-    column = batch.column("events")
-    lengths = np.diff(column.offsets.to_numpy(zero_copy_only=False))
-    out = []
-    for i in np.flatnonzero(lengths):
-        for e in column[int(i)].as_py():
-            try:
-                data = json.loads(e["data"] or "{}")
-            except ValueError:
-                data = {}
-            event = Event(
-                e["step"], cast(EventKind, e["kind"]), e["rank"], e["phase"], tuple(e["layers"] or ()), e["op"], e["where"], e["message"],
-                data if isinstance(data, dict) else {},
-            )  # fmt: skip
-            out.append((int(rows[i]), event))
+    width = np.diff(offsets)[take]
+    rows = np.flatnonzero((width > 0) & (width <= n))
+    if len(rows):
+        values = column.values.to_numpy(zero_copy_only=False).astype(np.float64)
+        if pa.types.is_integer(column.type.value_type):
+            values[values < 0] = np.nan
+        for row in rows.tolist():
+            begin = int(offsets[take[row]])
+            out[row, : width[row]] = values[begin : begin + width[row]]
     return out
-
-
-def _spread(column: pa.ListArray, take: Array, out: Array, start: int) -> None:
-    """Write the non-empty lists of a column into rows of `out`; -1 (not probed) becomes NaN for counts."""
-    offsets = column.offsets.to_numpy(zero_copy_only=False)
-    values = column.values.to_numpy(zero_copy_only=False).astype(np.float64)
-    counts = pa.types.is_integer(column.type.value_type)
-    for i, row in enumerate(take.tolist()):
-        part = values[offsets[row] : offsets[row + 1]]
-        if len(part):
-            out[start + i, : len(part)] = np.where(part < 0, np.nan, part) if counts else part
