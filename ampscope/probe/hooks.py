@@ -66,9 +66,16 @@ def swap_class(obj: Any, methods: dict[str, Any]) -> SwappedClass:
             return reduced
         make, args, *rest = reduced
         args = tuple(original if a is swapped else a for a in args)
-        if make is copyreg.__newobj__ and len(args) == 1:  # type: ignore[attr-defined]
-            # pickle refuses __newobj__ with a class other than the object's own.
-            make, args = copyreg._reconstructor, (original, object, None)  # type: ignore[attr-defined]
+        # pickle refuses __newobj__ and __newobj_ex__ with a class other than the object's own.
+        if make is copyreg.__newobj__:  # type: ignore[attr-defined]
+            plain = len(args) == 1 and original.__new__ is object.__new__
+            if plain:
+                make, args = copyreg._reconstructor, (original, object, None)  # type: ignore[attr-defined]
+            else:
+                make, args = functools.partial(original.__new__, *args), ()
+        elif make is copyreg.__newobj_ex__:  # type: ignore[attr-defined]
+            cls, positional, named = args
+            make, args = functools.partial(cls.__new__, cls, *positional, **named), ()
         return (original if make is swapped else make, args, *rest)
 
     body = {
@@ -90,16 +97,26 @@ def wraps_method(original: Callable[..., Any]) -> Callable[[Callable[..., Any]],
 
 
 def optimizer_steps(
-    before: Callable[[torch.optim.Optimizer], None], after: Callable[[torch.optim.Optimizer], None]
+    before: Callable[[torch.optim.Optimizer], None],
+    after: Callable[[torch.optim.Optimizer], None],
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> Handles:
-    """Call `before` and `after` around every `step()` of every optimizer of this process."""
+    """Call `before` and `after` around every `step()` of every optimizer of this process, or of one optimizer.
+
+    An optimizer's own hooks do not travel with its copies and pickles. A compiled `step` runs without them: a graph break would
+    change what the user compiled.
+    """
 
     def pre(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        before(optimizer)
+        if not torch.compiler.is_compiling():
+            before(optimizer)
 
     def post(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        after(optimizer)
+        if not torch.compiler.is_compiling():
+            after(optimizer)
 
+    if optimizer is not None:
+        return Handles([optimizer.register_step_pre_hook(pre), optimizer.register_step_post_hook(post)])
     return Handles([register_optimizer_step_pre_hook(pre), register_optimizer_step_post_hook(post)])
 
 
@@ -121,6 +138,49 @@ def on_backward(tensor: torch.Tensor, callback: Callable[[], None]) -> Handle | 
         callback()
 
     return tensor.register_hook(hook)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def on_loss_backward(tensor: torch.Tensor, callback: Callable[[bool], None]) -> Handle | None:
+    """Call `callback(accumulates)` when `tensor` is differentiated: True in `backward()`, False in `autograd.grad()`.
+
+    A gradient penalty differentiates a scaled loss by `autograd.grad` that is never the objective of the step. Returns None where the
+    tensor takes no gradient.
+    """
+    if not tensor.requires_grad:
+        return None
+    leaf = [_some_leaf(tensor)]
+
+    def hook(grad: torch.Tensor) -> None:
+        accumulates = _accumulates(leaf[0])
+        leaf[0] = None  # the node holds its parameter
+        callback(accumulates)
+
+    return tensor.register_hook(hook)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _some_leaf(tensor: torch.Tensor, most: int = 500) -> Any:
+    """Return the accumulating node of a leaf that `tensor` depends on; None if none is found within `most` nodes."""
+    node: Any = tensor.grad_fn
+    for _ in range(most):
+        if node is None:
+            return None
+        following = [n for n, _ in node.next_functions if n is not None]
+        leaf = next((n for n in following if n.name().endswith("::AccumulateGrad")), None)
+        if leaf is not None:
+            return leaf
+        node = following[0] if following else None
+    return None
+
+
+def _accumulates(leaf: Any) -> bool:
+    """Whether the backward now running adds to the `.grad` of this leaf (taken for granted where it cannot be told)."""
+    ask = getattr(torch._C, "_will_engine_execute_node", None)
+    if leaf is None or ask is None:
+        return True
+    try:
+        return bool(ask(leaf))
+    except RuntimeError:  # the leaf is an input of autograd.grad(): its gradient is captured
+        return False
 
 
 def forward_pre(module: nn.Module, callback: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]) -> RemovableHandle:

@@ -45,6 +45,9 @@ class Observer:
     def after_update(self, recorder: Recorder) -> None:
         """`scaler.update()` returned; `recorder.step` is the next step."""
 
+    def closed_without_update(self, recorder: Recorder) -> None:
+        """A record closed although no `update()` came; `recorder.step` is the next step."""
+
     def failed(self, recorder: Recorder, call: str, error: BaseException) -> None:
         """A scaler method raised `error`, which goes on to the user unchanged. `call` is "scale", "unscale_", "step" or "update"."""
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from ampscope.record.step import MEASURED, Event, LayerStats, StepRecord
+from ampscope.record.step import MEASURED, NO_GRADIENT, Event, LayerStats, StepRecord
+
+if TYPE_CHECKING:
+    from ampscope.probe.losses import Loss
 
 
 def host_value(tensor: torch.Tensor) -> float:
@@ -97,15 +100,6 @@ class Taken:
 
 
 @dataclass(slots=True)
-class Loss:
-    """One tensor that went through `scale()`: its unscaled value, and whether it was back-propagated."""
-
-    value: torch.Tensor | float
-    backward: bool = False
-    segment: int = 0
-
-
-@dataclass(slots=True)
 class Window:
     """Everything gathered for the record that is open."""
 
@@ -121,22 +115,55 @@ class Window:
     """ids of optimizers whose gradients were looked at."""
     unscaled: set[int] = field(default_factory=set)
     """ids of optimizers whose gradients `unscale_` has divided by the scale."""
-    flagged: set[int] = field(default_factory=set)
     events: list[Event] = field(default_factory=list)
-    custom: dict[str, float] = field(default_factory=dict)
+    custom: dict[str, float | torch.Tensor] = field(default_factory=dict)
     lr: bool = False
     overhead: float = 0.0
     keep_exponents: bool = False
     sampled: bool = True
+    """The record has layer statistics though nothing happens."""
+    measuring: bool = True
+    """Statistics are taken; what is not `sampled` may be dropped later."""
     n_layers: int = 0
-    weight_index: np.ndarray[Any, np.dtype[np.int64]] | None = None
+    weights: Taken | None = None
+    handles: list[Any] = field(default_factory=list)
+    """Hooks that go when the record closes."""
     probed_flushed: Any = None
     """int64 [L] array, or a callable that gives it once the record is resolved."""
 
     @property
     def busy(self) -> bool:
         """Whether anything happened that deserves a record."""
-        return bool(self.stepped or self.begun or self.losses or self.custom or self.measured)
+        return bool(self.stepped or self.begun or self.losses)
+
+    def absorb(self, later: Window) -> None:
+        """Take in what came after an assumed end of record: it was one record after all."""
+        self.fetch.absorb(later.fetch)
+        for loss in later.losses:
+            loss.call += self.scale_calls
+        self.losses += later.losses
+        self.scale_calls += later.scale_calls
+        self.taken += later.taken
+        self.measured |= later.measured
+        self.stepped += later.stepped
+        self.begun |= later.begun
+        self.unscaled |= later.unscaled
+        self.events += later.events
+        self.custom.update(later.custom)
+        self.lr |= later.lr
+        self.overhead += later.overhead
+        self.handles += later.handles
+        if later.probed_flushed is not None:
+            self.probed_flushed = later.probed_flushed
+
+    def release(self) -> None:
+        """Remove the hooks that served this record alone."""
+        while self.handles:
+            self.handles.pop().remove()
+        for loss in self.losses:
+            if loss.handle is not None:
+                loss.handle.remove()
+                loss.handle = None
 
 
 def merge(taken: Sequence[Taken], n: int) -> LayerStats:
@@ -146,9 +173,8 @@ def merge(taken: Sequence[Taken], n: int) -> LayerStats:
         rows: LayerStats = part.pending.resolve()
         for name in LayerStats.__dataclass_fields__:
             getattr(out, name)[part.index] = getattr(rows, name)
+        out.state[part.missing] = NO_GRADIENT
         out.state[part.index] = MEASURED
-        out.state[part.missing] = 1
-    out.state[out.state == 0] = 1
     return out
 
 
@@ -160,7 +186,8 @@ class PendingRecord:
 
     def ready(self) -> bool:
         """Whether `resolve` returns without waiting."""
-        return self._window.fetch.ready() and all(t.pending.ready() for t in self._window.taken)
+        parts = self._window.taken if self._window.weights is None else [*self._window.taken, self._window.weights]
+        return self._window.fetch.ready() and all(t.pending.ready() for t in parts)
 
     def resolve(self) -> StepRecord:
         """Wait for the numbers; return the record."""

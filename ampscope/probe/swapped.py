@@ -1,0 +1,90 @@
+"""The methods of a watched scaler's class: the original calls, with the recorder told before and after."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from ampscope.probe import hooks, losses
+from ampscope.probe.recorder import Recorder
+
+
+def methods(scaler: Any, recorder: Recorder, close: Callable[[], None]) -> dict[str, Any]:
+    """Return the methods to add to the class of `scaler`.
+
+    Where the recorder is switched off, where it is not this very object, and in code that torch.compile traces, the original runs and
+    nothing else. What a call raises reaches the user as it is.
+    """
+    original = type(scaler)
+
+    def off(self: Any) -> bool:
+        return not recorder.enabled or self is not scaler or torch.compiler.is_compiling()
+
+    def call(name: str, self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return getattr(original, name)(self, *args, **kwargs)
+        except BaseException as error:
+            recorder.guarded("failed", name, error)
+            raise
+
+    @hooks.wraps_method(original.scale)
+    def scale(self: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if off(self):
+            return original.scale(self, outputs, *args, **kwargs)
+        recorder.guarded("before_scale")
+        scaled = call("scale", self, outputs, *args, **kwargs)
+        recorder.guarded("after_scale", outputs, scaled)
+        if isinstance(scaled, Iterator) and not isinstance(scaled, torch.Tensor):
+            count = recorder.window.scale_calls
+            return losses.lazily(scaled, lambda item: recorder.guarded("lazily_scaled", item, count))
+        return scaled
+
+    @hooks.wraps_method(original.unscale_)
+    def unscale_(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        if off(self) or not self._enabled:
+            return original.unscale_(self, optimizer, *args, **kwargs)
+        recorder.guarded("before_unscale", optimizer)
+        out = call("unscale_", self, optimizer, *args, **kwargs)
+        recorder.guarded("after_unscale", optimizer)
+        return out
+
+    @hooks.wraps_method(original.step)
+    def step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        if off(self):
+            return original.step(self, optimizer, *args, **kwargs)
+        recorder.in_scaler_call = recorder.in_scaler_step = True
+        try:
+            recorder.guarded("before_step", optimizer)
+            out = call("step", self, optimizer, *args, **kwargs)
+            recorder.guarded("after_step", optimizer)
+        finally:
+            recorder.in_scaler_call = recorder.in_scaler_step = False
+        return out
+
+    @hooks.wraps_method(original.update)
+    def update(self: Any, new_scale: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if off(self):
+            return original.update(self, new_scale, *args, **kwargs)
+        recorder.guarded("before_update", new_scale)
+        out = call("update", self, new_scale, *args, **kwargs)
+        recorder.guarded("after_update")
+        return out
+
+    @hooks.wraps_method(original.get_scale)
+    def get_scale(self: Any) -> Any:
+        if not off(self):
+            recorder.guarded("asked_scale")
+        return original.get_scale(self)
+
+    def __enter__(self: Any) -> Any:
+        return self
+
+    def __exit__(self: Any, *exc: object) -> None:
+        close()
+
+    return {
+        "scale": scale, "unscale_": unscale_, "step": step, "update": update, "get_scale": get_scale,
+        "__enter__": __enter__, "__exit__": __exit__,
+    }  # fmt: skip

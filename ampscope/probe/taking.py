@@ -1,0 +1,78 @@
+"""Which tensors of a step are measured, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from ampscope.probe.roster import Plan, Roster
+from ampscope.probe.stats import measure
+from ampscope.probe.window import Taken, Window
+
+AT_ONCE = 1 << 24
+"""Elements of unscaled gradients that are scaled back at a time: it bounds the memory a skipped step off the grid takes."""
+
+NOTHING = np.zeros(0, np.int64)
+
+
+def take(window: Window, plan: Plan, back_by: torch.Tensor | None = None) -> None:
+    """Start measuring the gradients of an optimizer's parameters, each parameter once a record.
+
+    `back_by`: the scale by which gradients that are unscaled already are multiplied again.
+    """
+    params, index = plan.params, plan.index.tolist()
+    if not window.measured.isdisjoint(index):
+        left = [k for k, at in enumerate(index) if at not in window.measured]
+        params, index = [params[k] for k in left], [index[k] for k in left]
+    grads: list[torch.Tensor] = []
+    where: list[int] = []
+    missing: list[int] = []
+    for param, at in zip(params, index, strict=True):
+        grad = param.grad
+        if grad is None:
+            missing.append(at)
+        else:
+            grads.append(grad)
+            where.append(at)
+    window.measured.update(where)
+    if missing:
+        window.taken.append(Taken(NOTHING, np.array(missing, np.int64), measure([])))
+    if back_by is None:
+        _add(window, where, grads)
+        return
+    begin = size = 0
+    for k, grad in enumerate(grads):
+        size += grad.numel()
+        if size >= AT_ONCE or k == len(grads) - 1:
+            scaled = [g.detach() * back_by.to(g.device) for g in grads[begin : k + 1]]
+            _add(window, where[begin : k + 1], scaled)
+            begin, size = k + 1, 0
+
+
+def _add(window: Window, where: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
+    if tensors:
+        window.taken.append(Taken(np.array(where, np.int64), NOTHING, measure(tensors)))
+
+
+def take_untouched(window: Window, roster: Roster) -> None:
+    """Note the layers that no optimizer holds and that have no gradient (frozen ones): they were looked at."""
+    without = roster.without_gradient()
+    if without:
+        window.taken.append(Taken(NOTHING, np.array(without, np.int64), measure([])))
+
+
+def weigh(window: Window, roster: Roster) -> None:
+    """Start measuring the parameters that an optimizer holds."""
+    pairs = enumerate(zip(roster.layers, roster.parameters, strict=True))
+    index = [i for i, (layer, p) in pairs if layer.optimizer and layer.numel and p.device.type != "meta"]
+    weights = measure([roster.parameters[i].detach() for i in index])
+    window.weights = Taken(np.array(index, np.int64), NOTHING, weights)
+
+
+def peak_memory(devices: Sequence[torch.device]) -> float:
+    """Return the most bytes allocated on one of these CUDA devices."""
+    # memory_stats() sorts and flattens hundreds of numbers; this is the same one, cheaper
+    stats = (torch.cuda.memory_stats_as_nested_dict(d) for d in devices)
+    return float(max(s["allocated_bytes"]["all"]["peak"] for s in stats))
