@@ -80,12 +80,14 @@ def _line(item: views.Item, chosen: bool) -> html.Tr:
     e = item.event
     layer = e.layers[0] + (f" + {len(e.layers) - 1} more" if len(e.layers) > 1 else "") if e.layers else ""
     cells = [
-        html.Td(act(f"{e.step:,}", "event", item.id, className="link", title="Show this step on every chart")),
-        html.Td(views.KIND_WORDS.get(e.kind, e.kind), className=f"kind {e.kind}"),
-        *[
-            html.Td(text)
-            for text in ("" if e.phase == "none" else e.phase, layer, e.op, e.where, str(e.rank), e.message)
-        ],
+        html.Td(act(f"{e.step:,}", "event", item.id, className="link", title="Show this step on every chart"), className="brief"),
+        html.Td(views.KIND_WORDS.get(e.kind, e.kind), className=f"brief kind-{e.kind}"),
+        html.Td("" if e.phase == "none" else e.phase, className="brief"),
+        html.Td(layer, className="free"),
+        html.Td(e.op),
+        html.Td(e.where),
+        html.Td(str(e.rank), className="brief"),
+        html.Td(e.message, className="free"),
     ]
     return html.Tr(cells, className="chosen" if chosen else "", **({"aria-current": "true"} if chosen else {}))
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..views.compare import Comparison, Ratio
 from . import encode
-from .stack import Line, Panel, stacked
+from .stack import Line, Panel, Scale, stacked, steep
 from .theme import PALETTES, RUNS, SYMBOLS, Figure, Theme, layout
 
 TITLES = {"step": "step", "relative": "seconds since the first step", "wall": "clock time"}
@@ -37,10 +37,11 @@ def figure(view: Comparison, theme: Theme, revision: str, *, narrow: bool = Fals
         kinds = [k for r in view.runs for k in getattr(r, name).bad_kind]
         return {"bad_x": x * 1000 if view.align == "wall" else x, "bad_kind": kinds}
 
+    loss: Scale = "log10" if steep(*[run.loss.y for run in view.runs]) else "linear"
     panels = [
-        Panel("Does the loss fall alike?", lines("loss"), weight=1.4, **bad("loss")),
+        Panel("Does the loss fall alike?", lines("loss"), scale=loss, weight=1.4, **bad("loss")),
         Panel("Is the loss scale alike?", lines("scale"), scale="log2", **bad("scale")),
-        Panel("Are the gradients alike? (unscaled norm)", lines("grad_norm"), scale="log10", **bad("grad_norm")),
+        Panel("Are the gradients alike? (unscaled norm)", short="Are the gradients alike?", lines=lines("grad_norm"), scale="log10", **bad("grad_norm")),
         Panel("How long does a step take?", lines("step_seconds"), format=".4~s", suffix="s"),
     ]
     out = stacked(panels, theme, revision, x_title=TITLES[view.align], narrow=narrow)

@@ -107,7 +107,7 @@ def exponents(view: Exponents, theme: Theme, revision: str, *, mark: float | Non
     return {
         "data": [heat, *_zone(view, p, bottom), *_limits(view, p, bottom, top), _bar(p)],
         "layout": layout(
-            theme, revision, xaxis=x, height=440, hovermode="closest", margin={"l": 64, "r": 92, "t": 34, "b": 46},
+            theme, revision, xaxis=x, height=440, hovermode="closest", margin={"l": 64, "r": 92, "t": 46, "b": 46},
             yaxis={"range": [bottom, top + 0.5], "tickvals": ticks, "ticktext": [f"2^{t}" for t in ticks], "title": {"text": ""}},
             annotations=_names(view, p, bottom, top), shapes=cursor(mark, p),
         ),
@@ -166,7 +166,7 @@ def _names(view: Exponents, p: Palette, bottom: int, top: int) -> list[dict[str,
 def _bar(p: Palette) -> dict[str, Any]:
     values, texts, low, high = bar_ticks(SHARES)
     bar = {
-        "orientation": "h", "thickness": 10, "len": 0.6, "x": 0, "xanchor": "left", "y": 1.0, "yanchor": "bottom", "ypad": 4,
+        "orientation": "h", "thickness": 10, "len": 0.6, "x": 0, "xanchor": "left", "y": 1.02, "yanchor": "bottom", "ypad": 4,
         "tickvals": values, "ticktext": texts, "outlinewidth": 0, "tickfont": {"size": 10, "color": p.muted}, "ticks": "",
     }  # fmt: skip
     marker = {

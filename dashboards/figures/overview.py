@@ -7,7 +7,7 @@ from typing import Any
 from ..views.marks import KINDS, Marks
 from ..views.overview import Overview
 from . import encode
-from .stack import Line, Panel, stacked
+from .stack import Line, Panel, stacked, steep
 from .theme import PALETTES, Figure, Palette, Theme
 
 SHAPES = {"growth": "triangle-up", "skip": "triangle-down", "inf": "diamond", "nan": "x"}
@@ -45,16 +45,19 @@ def figure(view: Overview, theme: Theme, revision: str, *, mark: float | None = 
         Panel(
             "Does the loss fall?",
             [Line("loss", view.loss.x, view.loss.y, p.line)],
+            scale="log10" if steep(view.loss.y) else "linear",
             bad_x=view.loss.bad_x, bad_kind=view.loss.bad_kind,
         ),
         Panel(
             "How large are the gradients? (unscaled norm)",
-            [Line("gradient norm", view.grad_norm.x, view.grad_norm.y, p.line)],
+            short="How large are the gradients?",
+            lines=[Line("gradient norm", view.grad_norm.x, view.grad_norm.y, p.line)],
             scale="log10", bad_x=view.grad_norm.bad_x, bad_kind=view.grad_norm.bad_kind,
         ),
         Panel(
             "How much of the gradient does FP16 flush to zero?",
-            [
+            short="What does FP16 flush to zero?",
+            lines=[
                 Line("at least", low.x, low.y, p.line, width=0, hover=True),
                 Line("at most", high.x, high.y, p.line, width=0, fill=p.band, hover=True),
                 Line("underflow", u.x, u.y, p.line),

@@ -55,6 +55,8 @@ class Panel:
     ticks: dict[str, Any] = field(default_factory=dict)
     suffix: str = ""
     """Unit after a value."""
+    short: str = ""
+    """The title on a phone."""
 
 
 def powers(values: Sequence[Array], most: int = 6) -> dict[str, Any]:
@@ -68,6 +70,12 @@ def powers(values: Sequence[Array], most: int = 6) -> dict[str, Any]:
     exponents = range(low - low % stride - 2 * stride, high + 3 * stride, stride)
     exponents = range(max(exponents.start, -1000), min(exponents.stop, 1000), stride)
     return {"tickmode": "array", "tickvals": [2.0**k for k in exponents], "ticktext": [f"2^{k}" for k in exponents]}
+
+
+def steep(*values: Array) -> bool:
+    """Whether values are positive and spread so far that a linear axis would show its largest only."""
+    seen = np.concatenate([v[np.isfinite(v)] for v in values]) if values else np.zeros(0)
+    return bool(seen.size) and float(seen.min()) > 0 and float(seen.max()) > 1000 * float(np.median(seen))
 
 
 def log_range(values: Sequence[Array], base: float, pad: float = 0.06, least: float = 1.0) -> list[float] | None:
@@ -134,7 +142,7 @@ def stacked(
             }
             data.append(_bad(panel, over, p.nan))
         notes.append(
-            {"text": f"<b>{encode.text(panel.title)}</b>", "x": 0, "xref": "paper", "xanchor": "left", "y": domain[1],
+            {"text": f"<b>{encode.text((narrow and panel.short) or panel.title)}</b>", "x": 0, "xref": "paper", "xanchor": "left", "y": domain[1],
              "yref": "paper", "yanchor": "bottom", "showarrow": False, "font": {"size": 12, "color": p.text}}
         )  # fmt: skip
     wall = f"y{2 * len(panels) + 1}"

@@ -49,7 +49,7 @@ def page(options: list[dict[str, str]], run: str | None) -> html.Div:
     """
     return html.Div(
         [
-            html.A("Skip to the charts", href="#main", className="skip"),
+            html.A("Skip to the charts", href="#main", className="skip-link"),
             _header(options, run),
             html.Nav(_tabs(), className="tabs", role="tablist", **{"aria-label": "Views"}),
             html.Div(
@@ -68,7 +68,7 @@ def page(options: list[dict[str, str]], run: str | None) -> html.Div:
                     html.Div(id="blank", hidden=bool(options)),
                     *[
                         html.Div(
-                            getattr(panels, name)(),
+                            _panel(name, options),
                             id=f"panel-{name}", className="panel", role="tabpanel", hidden=name != "overview",
                             **{"aria-labelledby": f"tab-{name}"},
                         )
@@ -82,6 +82,10 @@ def page(options: list[dict[str, str]], run: str | None) -> html.Div:
         ],
         id="page",
     )  # fmt: skip
+
+
+def _panel(name: str, options: list[dict[str, str]]) -> list[Any]:
+    return panels.compare(options) if name == "compare" else list(getattr(panels, name)())
 
 
 def _header(options: list[dict[str, str]], run: str | None) -> html.Header:

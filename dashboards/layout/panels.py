@@ -180,8 +180,8 @@ def whatif() -> list[Any]:
     ]
 
 
-def compare() -> list[Any]:
-    """Return the runs side by side."""
+def compare(options: list[dict[str, str]]) -> list[Any]:
+    """Return the runs side by side; `options`: the runs found (a dropdown drops values that are not among its options)."""
     align = [("step", "step"), ("relative", "time since start"), ("wall", "clock time")]
     return [
         card(
@@ -189,7 +189,7 @@ def compare() -> list[Any]:
             "The first run chosen is what the others are measured against. Lines differ in their marks as well as in colour.",
             html.Div(
                 [
-                    field("Runs", dcc.Dropdown(id="cmp", options=[], value=[], multi=True, maxHeight=360), "wide"),
+                    field("Runs", dcc.Dropdown(id="cmp", options=options, value=[], multi=True, maxHeight=360), "wide"),
                     field("Align by", choice("align", align, "step")),
                 ],
                 className="controls",

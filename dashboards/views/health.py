@@ -107,6 +107,8 @@ def _phrases(f: Facts) -> list[str]:
     phrases = [skips]
     if math.isfinite(f.scale):
         phrases.append(f"scale {power(f.scale)}")
-    if f.worst_layer:
+    if f.worst_layer and f.worst_underflow == 0:
+        phrases.append("no layer's gradients are flushed to zero")
+    elif f.worst_layer:
         phrases.append(f"worst underflow {percent(f.worst_underflow)} in {f.worst_layer}")
     return phrases
