@@ -146,12 +146,13 @@ def write_run(
     tensorboard: bool = False,
     finish: bool = True,
     flush_every: int = 0,
+    batch: int = 0,
     **header: Any,
 ) -> Path:
     """Write one session of one rank through the real sinks; return the run's folder.
 
     A run of that name goes on with the next session. `finish=False` leaves it as a killed process does (all rows on disk).
-    `flush_every=k` flushes every k rows, as a slow run does.
+    `flush_every=k` flushes every k rows, as a slow run does; `batch=k` makes big batches of k rows.
     """
     found = claim(log_dir, name, rank=rank, world_size=world_size, launch_key=launch_key, step=step)
     scaler = {
@@ -164,6 +165,7 @@ def write_run(
     }  # fmt: skip
     head = Header(layers=list(layers), **(fields | header))
     sink = ArrowSink(found.path, head)
+    sink.rows.big = batch or sink.rows.big
     events = make_sink(tensorboard, found.path, head, START)
     numel = np.array([x.numel for x in layers], np.int64)
     for i, record in enumerate(rows):

@@ -15,24 +15,25 @@ from ampscope.log.buffer import RowBuffer
 from ampscope.log.encode import Row, to_batch
 from ampscope.log.files import AppendFile
 from ampscope.log.lost import Lost
-from ampscope.log.schema import Header, buffers_a_column, make_schema
+from ampscope.log.schema import HEADER_KEY, Header, buffers_a_column, make_schema
 
 TAIL_BATCHES = 64
 """Batches after which the tail is begun anew as one batch, so that a run of slow steps opens as fast as a dense one."""
 _OPTIONS = pa.ipc.IpcWriteOptions(compression="lz4")
 
 
-def message(batch: pa.RecordBatch, buffers: Sequence[int]) -> bytes:
+def message(batch: pa.RecordBatch, buffers: Sequence[int], metadata: Mapping[bytes, bytes] | None = None) -> bytes:
     """Return one batch as an IPC message, LZ4-compressed, with its checksums (`frames`).
 
     Args:
         batch: the rows.
         buffers: buffers of each column (`buffers_a_column`).
+        metadata: more custom metadata.
     """
     sink = io.BytesIO()
     with pa.ipc.new_stream(sink, batch.schema.remove_metadata(), options=_OPTIONS) as writer:
         plain = pa.RecordBatch.from_arrays(batch.columns, schema=batch.schema.remove_metadata())
-        writer.write_batch(plain, custom_metadata=frames.placeholder(len(buffers)))
+        writer.write_batch(plain, custom_metadata={**(metadata or {}), **frames.placeholder(len(buffers))})
         end = sink.tell()
     data = sink.getvalue()[:end]  # the schema's message, then the batch's
     first = frames.next_frame(io.BytesIO(data), 0, len(data))
@@ -66,9 +67,13 @@ class ArrowSink:
         self._tail = AppendFile(folder / stream_name(header, tail=True), begin)
 
     def _begin(self, chunk: Mapping[str, Any] | None = None) -> bytes:
-        """Return the schema and a first batch: pyarrow writes no schema before one, and some readers want one."""
-        empty = {"row": np.zeros(0, np.int64)}
-        return bytes(self.schema.serialize()) + self.message(empty if chunk is None else chunk)
+        """Return the schema and a first batch: pyarrow writes no schema before one, and some readers want one.
+
+        The batch carries a copy of the header, in case the schema gets damaged.
+        """
+        batch = to_batch({"row": np.zeros(0, np.int64)} if chunk is None else chunk, self.schema)
+        copy = {HEADER_KEY: self.schema.metadata[HEADER_KEY]}
+        return bytes(self.schema.serialize()) + message(batch, self.buffers, copy)
 
     def message(self, chunk: Mapping[str, Any]) -> bytes:
         """Return columns (see `to_batch`) as one batch's message."""

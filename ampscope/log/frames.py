@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-CRC_KEY = "ampscope.crc32"
+CRC_KEY = b"ampscope.crc32"
 CONTINUATION = b"\xff\xff\xff\xff"
 END = CONTINUATION + b"\0\0\0\0"
 _CRC = re.compile(rb"crc32:([0-9a-f]{8}),((?:[0-9a-f]{8})*)")
@@ -99,6 +99,29 @@ def _read_head(data: bytes) -> tuple[int, int, Array]:
     return kind, body, starts
 
 
+def custom_metadata(head: bytes) -> dict[bytes, bytes]:
+    """Return the custom metadata of a message, given its metadata with the 8-byte prefix.
+
+    Raises:
+        ValueError: the bytes are no message.
+    """
+    data = head[8:]
+    out = {}
+    try:
+        vector = _Table(data, struct.unpack_from("<I", data, 0)[0]).target(4)
+        count = struct.unpack_from("<I", data, vector)[0] if vector else 0
+        for at in range(vector + 4, vector + 4 + 4 * count, 4):
+            pair = _Table(data, at + struct.unpack_from("<I", data, at)[0])
+            texts = []
+            for start in (pair.target(0), pair.target(1)):
+                size = struct.unpack_from("<I", data, start)[0]
+                texts.append(data[start + 4 : start + 4 + size])
+            out[texts[0]] = texts[1]
+    except struct.error:
+        raise ValueError("not an Arrow message") from None
+    return out
+
+
 def next_frame(file: BinaryIO, offset: int, size: int) -> Frame | None:
     """Return the message at `offset` of a file of `size` bytes, or None where it is not complete (or the stream ends there).
 
@@ -156,9 +179,9 @@ def spans(frame: Frame, buffers_a_column: Sequence[int]) -> list[tuple[int, int]
     return list(zip(starts, [*starts[1:], frame.body], strict=True))
 
 
-def placeholder(columns: int) -> dict[str, str]:
+def placeholder(columns: int) -> dict[bytes, bytes]:
     """Return the custom metadata to write a batch of so many columns with, before `seal`."""
-    return {CRC_KEY: "crc32:" + "0" * 8 + "," + "0" * (8 * columns)}
+    return {CRC_KEY: b"crc32:" + b"0" * 8 + b"," + b"0" * (8 * columns)}
 
 
 def seal(message: bytearray, buffers_a_column: Sequence[int]) -> None:

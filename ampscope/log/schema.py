@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -15,6 +16,7 @@ from ampscope.record.step import Layer
 
 FORMAT_VERSION = 1
 HEADER_KEY = b"ampscope"
+CHECK_KEY = b"ampscope.check"
 
 SCALARS = (
     "time", "loss", "loss_scale", "growth_tracker", "skipped", "micro_steps", "lr", "step_seconds", "overhead_seconds",
@@ -93,18 +95,15 @@ class Header:
 
     def to_json(self) -> bytes:
         """Return the header as JSON bytes."""
-        return json.dumps(asdict(self)).encode()
+        return json.dumps(asdict(self), default=str).encode()
 
     @classmethod
-    def from_schema(cls, schema: pa.Schema, path: str) -> Header:
-        """Read the header back.
+    def from_json(cls, raw: bytes, path: str) -> Header:
+        """Read a header back.
 
         Raises:
-            LogError: not an ampscope log, or one of a newer version.
+            LogError: it is damaged, or of a newer version.
         """
-        raw = (schema.metadata or {}).get(HEADER_KEY)
-        if raw is None:
-            raise LogError(f"{path} is not an ampscope log (no header in its schema)")
         try:
             data = json.loads(raw)
             version = int(data["version"])
@@ -112,14 +111,45 @@ class Header:
             raise LogError(f"{path}: the header is damaged") from None
         if version > FORMAT_VERSION:
             raise LogError(
-                f"{path} was written in log format {version}; this ampscope reads up to {FORMAT_VERSION}: upgrade ampscope"
+                f"{path} was written in log format {version}; this ampscope reads up to {FORMAT_VERSION}: "
+                "upgrade ampscope"
             )
         try:
-            layers = [Layer(**{**x, "shape": tuple(x["shape"])}) for x in data.pop("layers")]
+            layers = [
+                Layer(str(x["name"]), tuple(map(int, x["shape"])), int(x["numel"]), str(x["dtype"]), str(x["optimizer"]))
+                for x in data.pop("layers")
+            ]
             known = {k: v for k, v in data.items() if k in cls.__dataclass_fields__}
             return cls(layers=layers, **known)
-        except (KeyError, TypeError):
+        except (KeyError, TypeError, ValueError):
             raise LogError(f"{path}: the header is damaged") from None
+
+    @classmethod
+    def from_schema(cls, schema: pa.Schema, path: str) -> Header:
+        """Read the header back from a stream's schema.
+
+        Raises:
+            LogError: not an ampscope log, one of a newer version, or a damaged one.
+        """
+        metadata = schema.metadata or {}
+        if HEADER_KEY not in metadata:
+            raise LogError(f"{path} is not an ampscope log (no header in its schema)")
+        header = cls.from_json(metadata[HEADER_KEY], path)
+        if metadata.get(CHECK_KEY) != _check(metadata[HEADER_KEY], schema):
+            raise LogError(f"{path}: the header is damaged")
+        return header
+
+
+def _check(header: bytes, schema: pa.Schema) -> bytes:
+    """Return the CRC-32 of a header and the columns beside it, as eight hexadecimal digits."""
+    columns = ";".join(f"{f.name}:{_kind(f.type)}" for f in schema)
+    return b"%08x" % zlib.crc32(header + columns.encode())
+
+
+def _kind(kind: pa.DataType) -> str:
+    if pa.types.is_fixed_size_list(kind):
+        return f"{kind.value_type}[{kind.list_size}]"
+    return "nested" if pa.types.is_nested(kind) else str(kind)
 
 
 BASE = ("row", "is_step", "step", *SCALARS, "custom", "observed", "events", "has_histograms")
@@ -149,7 +179,9 @@ def make_schema(header: Header) -> pa.Schema:
         pa.field("hist_counts", pa.list_(count)),
         pa.field("hist_exact", pa.list_(count)),
     ]
-    return pa.schema(fields, metadata={HEADER_KEY: header.to_json()})
+    schema = pa.schema(fields)
+    raw = header.to_json()
+    return schema.with_metadata({HEADER_KEY: raw, CHECK_KEY: _check(raw, schema)})
 
 
 def buffers_a_column(schema: pa.Schema) -> list[int]:

@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from ampscope.errors import LogError
 from ampscope.log import frames
-from ampscope.log.schema import Header, buffers_a_column
+from ampscope.log.schema import FORMAT_VERSION, HEADER_KEY, Header, buffers_a_column, make_schema
 
 STREAM = re.compile(r"^ampscope-(\d+)-rank(\d+)(?:-part(\d+))?(?:\.(?!tail\b)([a-z]+))?\.arrows$")
 HEARTBEAT = 5.0
@@ -116,24 +116,45 @@ class Stream:
             self._offset += frame.size
 
     def _read_schema(self, file: BinaryIO, size: int) -> bool:
+        file.seek(0)
+        begin = file.read(4)
+        if begin and begin != frames.CONTINUATION[: len(begin)] and b"ampscope" not in begin + file.read(1 << 16):
+            raise LogError(f"{self.path} is not an ampscope log (not an Arrow stream)")
         try:
             frame = frames.next_frame(file, 0, size)
             if frame is None:
-                file.seek(0)
-                if size >= 4 and file.read(4) != frames.CONTINUATION:
-                    raise LogError(f"{self.path} is not an ampscope log (not an Arrow stream)")
-                return False
+                if frames.resync(file, 8, size) is None:
+                    return False  # it is still being written
+                raise ValueError("cut")
             file.seek(0)
             schema = pa.ipc.read_schema(pa.BufferReader(file.read(frame.size)))
-        except LogError:
-            raise
-        except ARROW_ERRORS:
-            raise LogError(f"{self.path} is not an ampscope log, or its beginning is damaged") from None
-        self.header = Header.from_schema(schema, str(self.path))
+            header, offset = Header.from_schema(schema, str(self.path)), frame.size
+        except (LogError, *ARROW_ERRORS) as error:
+            found = self._header_copy(file, size)
+            if found is None:
+                if isinstance(error, LogError):
+                    raise
+                raise LogError(f"{self.path} is not an ampscope log, or its beginning is damaged") from None
+            header, offset = found
+            schema = make_schema(header)
+            self._note("the header is damaged; its copy was used")
+        if not {"row", "is_step", "step"} <= set(schema.names):
+            raise LogError(f"{self.path} is not an ampscope log (it lacks the columns every log has)")
+        self.header, self.schema, self._offset = header, schema, offset
         self._buffers = buffers_a_column(schema)
         self._schema_bytes = bytes(schema.remove_metadata().serialize())
-        self.schema, self._offset = schema, frame.size
         return True
+
+    def _header_copy(self, file: BinaryIO, size: int) -> tuple[Header, int] | None:
+        """Return (header, offset of the first batch) from the copy in the first batch, None where there is none."""
+        at = frames.resync(file, 8, size)
+        if at is None:
+            return None
+        file.seek(at)
+        prefix = file.read(8)
+        raw = frames.custom_metadata(prefix + file.read(int.from_bytes(prefix[4:], "little"))).get(HEADER_KEY)
+        header = Header.from_json(raw, str(self.path)) if raw is not None else None
+        return (header, at) if header is not None and header.version == FORMAT_VERSION else None
 
     def load(self, frame: frames.Frame, columns: Sequence[str]) -> pa.RecordBatch | None:
         """Read some columns of one batch (those of them that it has); None, and a note in `damage`, where it is damaged.

@@ -36,6 +36,8 @@ class Block:
     """Greatest row number in the batch, step or not; -1 where it is empty."""
     frame: frames.Frame | None = None
     batch: pa.RecordBatch | None = None
+    damaged: bool = False
+    """Whether its layer columns turned out unreadable."""
 
 
 def make_block(batch: pa.RecordBatch, frame: frames.Frame | None, keep: pa.RecordBatch | None) -> Block:

@@ -31,8 +31,12 @@ def run_folders(log_dir: str | os.PathLike[str]) -> list[Path]:
     return found
 
 
-def find_runs(log_dir: str | os.PathLike[str] = "logs") -> list[Run]:
-    """Return the runs in a folder and its sub-folders, newest first; folders that hold no readable run are left out.
+def find_runs(log_dir: str | os.PathLike[str] = "logs", *, errors: list[str] | None = None) -> list[Run]:
+    """Return the runs in a folder and its sub-folders, newest first; runs that cannot be read are left out.
+
+    Args:
+        log_dir: the folder.
+        errors: if given, a line is added for each run left out.
 
     Raises:
         LogError: `log_dir` does not exist or is not a folder.
@@ -41,8 +45,9 @@ def find_runs(log_dir: str | os.PathLike[str] = "logs") -> list[Run]:
     for folder in run_folders(log_dir):
         try:
             runs.append(Run(folder, lazy=True))
-        except LogError:
-            continue
+        except LogError as error:
+            if errors is not None:
+                errors.append(str(error))
     return sorted(runs, key=lambda r: (r.last_seen, r.name), reverse=True)
 
 

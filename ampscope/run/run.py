@@ -89,9 +89,9 @@ class Run(RunCore):
             for i, (at, to) in by_series(now.rows[self.check_rank(rank)], rows, len(now.steps)).items():
                 local = np.flatnonzero(now.maps[i] == index)
                 if len(local):
-                    had = ordered[i].measured(int(local[0]), at)
+                    had, counts = ordered[i].layer_histograms(which, at, int(local[0]))
                     steps.append(now.steps[rows[to[had]]])
-                    tables.append(ordered[i].histograms(which, at[had], int(local[0])))
+                    tables.append(counts[had])
             out = np.concatenate(steps)
             order = np.argsort(out, kind="stable")
             return out[order], np.concatenate(tables)[order]

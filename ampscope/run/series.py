@@ -137,13 +137,16 @@ class Series:
         edges = np.searchsorted(rows, self._starts)
         for i, block in enumerate(self.blocks):
             a, b = int(edges[i]), int(edges[i + 1])
-            if a == b:
+            if a == b or block.damaged:
                 continue
             batch = block.batch
             if batch is None:
                 assert block.frame is not None
                 batch = self._main.load(block.frame, names)
-            if batch is not None:
+            if batch is None:  # from now on its layers count as not sampled, whichever column is asked for
+                block.damaged = True
+                block.histograms = np.zeros_like(block.histograms)
+            else:
                 yield slice(a, b), block.take[rows[a:b] - self._starts[i]], batch
 
     def _layer_column(self, batch: pa.RecordBatch, name: str, take: Array) -> Array:
@@ -156,20 +159,21 @@ class Series:
         whole = len(take) == len(table) and (not len(take) or int(take[-1] - take[0]) == len(table) - 1)
         return np.asarray(table if whole else table[take], DTYPES[name])
 
-    def histograms(self, which: str, rows: Array, layer: int | None = None) -> Array:
-        """Return histograms ("exponents") or exact powers ("exact") of some rows: int64 [n, L, 256], or [n, 256] of one layer."""
-        n = self.n_layers
-        out = np.zeros((len(rows), n, 256) if layer is None else (len(rows), 256), np.int64)
+    def histograms(self, which: str, rows: Array) -> Array:
+        """Return histograms ("exponents") or exact powers ("exact") of some rows, int64 [n, L, 256]; 0 where damaged."""
+        out = np.zeros((len(rows), self.n_layers, 256), np.int64)
         for to, take, batch in self._batches((*INDEX, VALUES[which]), rows):
-            out[to] = spread(batch, which, take, n, layer)
+            out[to] = spread(batch, which, take, self.n_layers)
         return out
 
-    def measured(self, layer: int, rows: Array) -> Array:
-        """Return bool [n]: whether the layer's gradient was measured in some rows."""
-        out = np.zeros(len(rows), bool)
-        for to, columns in self.parts(("state",), rows):
-            out[to] = columns["state"][:, layer] == MEASURED
-        return out
+    def layer_histograms(self, which: str, rows: Array, layer: int) -> tuple[Array, Array]:
+        """Return (bool [n]: which of some rows have a histogram of this layer, int64 [n, 256])."""
+        had = np.zeros(len(rows), bool)
+        out = np.zeros((len(rows), 256), np.int64)
+        for to, take, batch in self._batches(("state", *INDEX, VALUES[which]), rows):
+            had[to] = self._layer_column(batch, "state", take)[:, layer] == MEASURED
+            out[to] = spread(batch, which, take, self.n_layers, layer)
+        return had, out
 
 
 def _lists(batch: pa.RecordBatch, name: str, take: Array, n: int) -> Array:
