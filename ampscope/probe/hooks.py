@@ -158,17 +158,20 @@ def on_loss_backward(tensor: torch.Tensor, callback: Callable[[bool], None]) -> 
     return tensor.register_hook(hook)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def _some_leaf(tensor: torch.Tensor, most: int = 500) -> Any:
-    """Return the accumulating node of a leaf that `tensor` depends on; None if none is found within `most` nodes."""
-    node: Any = tensor.grad_fn
-    for _ in range(most):
-        if node is None:
-            return None
-        following = [n for n, _ in node.next_functions if n is not None]
-        leaf = next((n for n in following if n.name().endswith("::AccumulateGrad")), None)
-        if leaf is not None:
-            return leaf
-        node = following[0] if following else None
+def _some_leaf(tensor: torch.Tensor, most: int = 200) -> Any:
+    """Return the accumulating node of a leaf that `tensor` depends on; None if none is found within a few hundred nodes.
+
+    The way along last inputs is short in most graphs (weights come after inputs), the one along first inputs in most others.
+    """
+    for way in (-1, 0):
+        node: Any = tensor.grad_fn
+        for _ in range(most):
+            following = [n for n, _ in node.next_functions if n is not None] if node is not None else []
+            if not following:
+                break
+            node = following[way]
+            if node.name().endswith("::AccumulateGrad"):
+                return node
     return None
 
 

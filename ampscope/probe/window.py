@@ -167,15 +167,26 @@ class Window:
 
 
 def merge(taken: Sequence[Taken], n: int) -> LayerStats:
-    """Scatter the rows of all optimizers into statistics of `n` layers."""
+    """Put the rows of all optimizers in their places among `n` layers."""
+    parts = [part for part in taken if len(part.index)]
+    if len(parts) == 1 and len(parts[0].index) == n and _is_range(parts[0].index):
+        rows: LayerStats = parts[0].pending.resolve()
+        return rows
     out = LayerStats.empty(n)
     for part in taken:
-        rows: LayerStats = part.pending.resolve()
-        for name in LayerStats.__dataclass_fields__:
-            getattr(out, name)[part.index] = getattr(rows, name)
         out.state[part.missing] = NO_GRADIENT
-        out.state[part.index] = MEASURED
+    for part in parts:
+        rows = part.pending.resolve()
+        # a range is copied ten times faster than a list of places
+        place = slice(part.index[0], part.index[-1] + 1) if _is_range(part.index) else part.index
+        for name in LayerStats.__dataclass_fields__:
+            getattr(out, name)[place] = getattr(rows, name)
+        out.state[place] = MEASURED
     return out
+
+
+def _is_range(index: np.ndarray[Any, np.dtype[np.int64]]) -> bool:
+    return bool(index[-1] - index[0] + 1 == len(index) and (np.diff(index) == 1).all())
 
 
 class PendingRecord:
