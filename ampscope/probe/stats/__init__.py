@@ -71,8 +71,15 @@ class Backends:
     def cpu(self, tensors: Sequence[torch.Tensor]) -> tuple[Any, Any]:
         """Measure CPU tensors."""
         if self._kernel is None:
-            return torch_ops.measure(tensors)
+            return _by_torch(tensors)
         return self._kernel.measure(tensors)  # type: ignore[no-any-return]
+
+
+def _by_torch(tensors: Sequence[torch.Tensor]) -> tuple[Any, Any]:
+    plains = [rows.plain(t) for t in tensors]
+    ints, reals = (t.cpu().numpy() for t in torch_ops.measure(plains))
+    rows.amend(ints, reals, [(i, p.note) for i, p in enumerate(plains) if p.note is not None])
+    return ints, reals
 
 
 BACKENDS = Backends()
@@ -93,5 +100,5 @@ def measure(tensors: Sequence[torch.Tensor]) -> StatsPending:
         if device.type == "cpu":
             parts.append((index, *BACKENDS.cpu(mine), None))
         else:
-            parts.append((index, *torch_ops.measure(mine), None))
+            parts.append((index, *_by_torch(mine), None))
     return StatsPending(len(tensors), parts)

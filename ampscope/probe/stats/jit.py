@@ -1,0 +1,21 @@
+"""How the CPU kernels are compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numba
+
+
+def jit(**options: Any) -> Callable[[Any], Any]:
+    """Return a decorator: compile without the interpreter lock, keep the code on disk where a folder for it can be written."""
+
+    def decorate(function: Any) -> Any:
+        settings = {"nogil": True, "error_model": "numpy", "boundscheck": False, **options}
+        try:
+            return numba.njit(cache=True, **settings)(function)
+        except RuntimeError:  # numba found no such folder
+            return numba.njit(**settings)(function)
+
+    return decorate

@@ -1,0 +1,235 @@
+"""The CPU kernels: compiled by numba, kept in its cache on disk, run without the interpreter lock.
+
+Each reads memory by address (int64) and adds to rows laid out as `rows.py` says. One pass: a block of 4096 elements is read once; its
+exponents, one byte each, stay in L1 and are counted a bin at a time, which needs neither branches nor scattered increments. FP64, and
+what is left of a tensor after whole groups of 64, goes element by element.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+
+from ampscope.probe.stats.jit import jit
+from ampscope.probe.stats.rows import EXACT, HISTOGRAM, LOW_BITS, MAX, NAN, NEG_INF, POS_INF, SQUARES, TOP, ZEROS
+from ampscope.probe.stats.vector import GROUP, LANES, count, keep_marked, lowest_bit, pointer, split, take
+
+CHUNK = 1 << 16
+"""Elements a thread takes at a time."""
+BLOCK = 1 << 12
+"""Elements of one block."""
+
+_GROUPS = BLOCK // GROUP
+_MAGNITUDE, _MANTISSA, _INF = np.uint32(0x7FFFFFFF), np.uint32(0x7FFFFF), np.uint32(0x7F800000)
+
+
+@jit(fastmath={"reassoc", "contract"})
+def _special32(bits: Any, row: Any) -> Any:
+    """Count NaN and inf of a block that holds some, and take the other sums again without them; return the sum of squares."""
+    squares = 0.0
+    low, top = np.uint32(0), np.uint32(0)
+    nan, inf, negative = np.int32(0), np.int32(0), np.int32(0)
+    for i in range(len(bits)):
+        magnitude = bits[i] & _MAGNITUDE
+        finite = np.uint32(magnitude) if magnitude < _INF else np.uint32(0)
+        nan += np.int32(magnitude > _INF)
+        inf += np.int32(magnitude == _INF)
+        negative += np.int32(bits[i] == np.uint32(0xFF800000))
+        low |= finite
+        top = max(top, finite)
+        x = np.float64(np.uint32(finite).view(np.float32))
+        squares += x * x
+    row[NAN] += nan
+    row[POS_INF] += inf - negative
+    row[NEG_INF] += negative
+    row[LOW_BITS] |= np.int64(low & _MANTISSA)
+    row[TOP] = max(row[TOP], np.int64(top))
+    return squares
+
+
+@jit()
+def _scalar32(bits: Any, row: Any) -> Any:
+    """Count a few elements; return the sum of squares."""
+    squares = 0.0
+    low, top = np.uint32(0), np.uint32(0)
+    for i in range(len(bits)):
+        magnitude = np.uint32(bits[i] & _MAGNITUDE)
+        if magnitude == 0:
+            row[ZEROS] += 1
+            continue
+        if magnitude >= _INF:
+            row[NAN] += magnitude > _INF
+            row[POS_INF] += bits[i] == _INF
+            row[NEG_INF] += bits[i] == np.uint32(0xFF800000)
+            continue
+        exponent = np.int64(magnitude >> np.uint32(23))
+        row[HISTOGRAM + exponent] += 1
+        if exponent and (magnitude & _MANTISSA) == 0:
+            row[EXACT + exponent] += 1
+        low |= magnitude
+        top = max(top, magnitude)
+        x = np.float64(np.uint32(magnitude).view(np.float32))
+        squares += x * x
+    row[LOW_BITS] |= np.int64(low & _MANTISSA)
+    row[TOP] = max(row[TOP], np.int64(top))
+    return squares
+
+
+@jit()
+def _block32(
+    address: Any, groups: Any, row: Any, row_address: Any, keys: Any, marks: Any, spare: Any, found: Any
+) -> Any:
+    """Count whole groups of 64 FP32 elements; return the sum of squares."""
+    key_address, mark_address = keys.ctypes.data, marks.ctypes.data
+    squares = split(address, groups, key_address, mark_address, found.ctypes.data)
+    row[ZEROS] += found[3]
+    row[HISTOGRAM] += found[4]
+    first, last = found[2] + 1, found[1] >> 23
+    special = last == 255
+    if special:
+        last = 254
+        squares = _special32(numba.carray(pointer(address), (groups * GROUP,), np.uint32), row)
+    else:
+        row[LOW_BITS] |= found[0] & np.int64(_MANTISSA)
+        row[TOP] = max(row[TOP], found[1])
+    if first + (last - first + LANES) // LANES * LANES > 256:
+        first -= first % LANES  # `count` works in fours and must not go past bin 255
+    kept = row[HISTOGRAM]
+    for k in range(first, last + 1, LANES):
+        count(key_address, groups, k, row_address + 8 * HISTOGRAM)
+    if found[5] > 4 * groups:
+        keep_marked(key_address, mark_address, groups, spare.ctypes.data)
+        for k in range(first, last + 1, LANES):
+            count(spare.ctypes.data, groups, k, row_address + 8 * EXACT)
+    elif found[5]:
+        for g in range(groups):
+            word = marks[g]
+            while word:
+                row[EXACT + np.int64(keys[g * GROUP + np.int64(lowest_bit(word))])] += 1
+                word &= word - np.uint64(1)
+    row[HISTOGRAM], row[EXACT] = kept, 0
+    row[HISTOGRAM + 255] = 0
+    row[EXACT + 255] = 0
+    return squares
+
+
+@jit()
+def _chunk32(address: Any, n: Any, row: Any, keys: Any, marks: Any, spare: Any, found: Any) -> Any:
+    """Count n FP32 elements; return the sum of squares."""
+    squares = 0.0
+    whole = n // GROUP
+    done = 0
+    while done < whole:
+        groups = min(_GROUPS, whole - done)
+        squares += _block32(address + done * (4 * GROUP), groups, row, row.ctypes.data, keys, marks, spare, found)
+        done += groups
+    if n > whole * GROUP:
+        rest = numba.carray(pointer(address + whole * (4 * GROUP)), (n - whole * GROUP,), np.uint32)
+        squares += _scalar32(rest, row)
+    return squares
+
+
+@jit()
+def _chunk64(address: Any, n: Any, row: Any, largest: Any) -> Any:
+    """Count n FP64 elements; return the sum of squares.
+
+    Exponents clamp to FP32's range; a clamped element is no exact power. Its mantissa is cut to 23 bits, the last of them set if more follow.
+    """
+    bits = numba.carray(pointer(address), (n,), np.uint64)
+    values = numba.carray(pointer(address), (n,), np.float64)
+    squares, top, low = 0.0, 0.0, np.int64(0)
+    for i in range(n):
+        magnitude = np.int64(bits[i] & np.uint64(0x7FFFFFFFFFFFFFFF))
+        if magnitude == 0:
+            row[ZEROS] += 1
+            continue
+        raw, fraction = magnitude >> 52, magnitude & 0xFFFFFFFFFFFFF
+        if raw == 0x7FF:
+            row[NAN] += fraction != 0
+            row[POS_INF] += fraction == 0 and values[i] > 0
+            row[NEG_INF] += fraction == 0 and values[i] < 0
+            continue
+        exponent = raw - 1023 + 127
+        if fraction == 0 and 1 <= exponent <= 254:
+            row[EXACT + exponent] += 1
+        row[HISTOGRAM + min(max(exponent, 0), 254)] += 1
+        low |= (fraction >> 29) | np.int64((fraction & 0x1FFFFFFF) != 0)
+        squares += values[i] * values[i]
+        top = max(top, abs(values[i]))
+    row[LOW_BITS] |= low
+    largest[0] = max(largest[0], top)
+    return squares
+
+
+@jit()
+def table(sizes: Any) -> Any:
+    """Return the chunks of tensors of these sizes (int64), [m, 2]: tensor, first element. A tensor may have more than 2^31 elements."""
+    m = 0
+    for t in range(len(sizes)):
+        m += (sizes[t] + CHUNK - 1) // CHUNK
+    chunks = np.empty((m, 2), np.int64)
+    k = 0
+    for t in range(len(sizes)):
+        for begin in range(0, sizes[t], CHUNK):
+            chunks[k, 0] = t
+            chunks[k, 1] = begin
+            k += 1
+    return chunks
+
+
+@jit()
+def work(counter: Any, chunks: Any, addresses: Any, sizes: Any, wide: Any, out: Any, largest: Any, sums: Any) -> None:
+    """Take chunks in turn until none is left.
+
+    Args:
+        counter: address of the int64 that says which chunk is next.
+        chunks: what `table` returned.
+        addresses, sizes, wide: int64, int64, bool [n]: where each tensor is, its elements, whether they are FP64.
+        out, largest: this thread's rows, int64 [n, WIDTH] and (FP64 tensors) float64 [n, 1].
+        sums: float64 [m], a sum of squares a chunk, so that the total does not depend on which thread took what.
+
+    """
+    keys, spare = np.empty(BLOCK, np.uint8), np.empty(BLOCK, np.uint8)
+    marks, found = np.empty(_GROUPS, np.uint64), np.empty(6, np.int64)
+    while True:
+        k = take(counter)
+        if k >= len(chunks):
+            return
+        t, begin = chunks[k, 0], chunks[k, 1]
+        n = min(CHUNK, sizes[t] - begin)
+        if wide[t]:
+            sums[k] = _chunk64(addresses[t] + begin * 8, n, out[t], largest[t])
+        else:
+            sums[k] = _chunk32(addresses[t] + begin * 4, n, out[t], keys, marks, spare, found)
+
+
+@jit()
+def join(out: Any, other: Any) -> None:
+    """Add another thread's rows to `out`."""
+    for t in range(len(out)):
+        low, top = out[t, LOW_BITS] | other[t, LOW_BITS], max(out[t, TOP], other[t, TOP])
+        for k in range(out.shape[1]):
+            out[t, k] += other[t, k]
+        out[t, LOW_BITS], out[t, TOP] = low, top
+
+
+@jit()
+def finish(out: Any, reals: Any, largest: Any, sums: Any, chunks: Any, sizes: Any, wide: Any) -> None:
+    """Fill `reals` [n, 2] from the rows, from each thread's FP64 maxima [threads, n, 1] and from the sums of the chunks."""
+    for k in range(len(chunks)):
+        reals[chunks[k, 0], SQUARES] += sums[k]
+    for t in range(len(out)):
+        top = np.uint32(out[t, TOP])
+        if out[t, NAN] + out[t, POS_INF] + out[t, NEG_INF] == sizes[t]:
+            reals[t, MAX] = np.nan
+        elif wide[t]:
+            for w in range(len(largest)):
+                reals[t, MAX] = max(reals[t, MAX], largest[w, t, 0])
+        elif top < np.uint32(0x800000):
+            reals[t, MAX] = (
+                np.float64(out[t, TOP]) * 2.0**-149
+            )  # never by way of an FP32 number: the processor may flush it
+        else:
+            reals[t, MAX] = np.float64(top.view(np.float32))

@@ -1,0 +1,204 @@
+"""Vector instructions for the CPU kernels, as LLVM IR: numba's own loops do not vectorise these.
+
+IR is the same for every processor; LLVM turns 16 elements into AVX-512, AVX2, SSE or NEON instructions as there are. Functions take
+addresses as int64. numba's cache on disk looks at the date of `kernels.py` alone: touch that file after a change here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+WIDTH = 16
+"""Elements in a vector."""
+GROUP = 64
+"""Elements a loop turn; one word of the bit mask."""
+LANES = 4
+"""Bins `count` counts at a time."""
+
+_I1, _I8, _I16, _I32, _I64 = (ir.IntType(n) for n in (1, 8, 16, 32, 64))
+_F32, _F64 = ir.FloatType(), ir.DoubleType()
+_V32, _VF, _VD = (ir.VectorType(t, WIDTH) for t in (_I32, _F32, _F64))
+_V8 = ir.VectorType(_I8, WIDTH)
+_KEYS = ir.VectorType(_I8, GROUP)
+
+
+def _i64(value: int) -> Any:
+    return ir.Constant(_I64, value)
+
+
+def _splat(vector: Any, value: float) -> Any:
+    return ir.Constant(vector, [value] * vector.count)
+
+
+class _Builder:
+    """An IR builder with the few habits used below."""
+
+    def __init__(self, builder: Any) -> None:
+        self.b = builder
+
+    def at(self, address: Any, offset: Any, kind: Any) -> Any:
+        """Return a pointer to `kind` at address + offset bytes."""
+        return self.b.inttoptr(self.b.add(address, offset), kind.as_pointer())
+
+    def variable(self, kind: Any, value: float) -> Any:
+        """Return a pointer to a local of this kind, every lane `value`."""
+        pointer = cgutils.alloca_once(self.b, kind)
+        self.b.store(_splat(kind, value) if isinstance(kind, ir.VectorType) else ir.Constant(kind, value), pointer)
+        return pointer
+
+    def update(self, pointer: Any, operation: Callable[[Any, Any], Any], value: Any) -> None:
+        """Do `local = operation(local, value)`."""
+        self.b.store(operation(self.b.load(pointer), value), pointer)
+
+    def largest(self, x: Any, y: Any) -> Any:
+        """Unsigned maximum."""
+        return self.b.select(self.b.icmp_unsigned(">", x, y), x, y)
+
+    def least(self, x: Any, y: Any) -> Any:
+        """Unsigned minimum."""
+        return self.b.select(self.b.icmp_unsigned("<", x, y), x, y)
+
+    def part(self, vector: Any, lanes: range) -> Any:
+        """Return some lanes of a vector."""
+        return self.b.shuffle_vector(vector, vector, ir.Constant(ir.VectorType(_I32, len(lanes)), list(lanes)))
+
+    def join(self, x: Any, y: Any) -> Any:
+        """Return a vector of the lanes of both."""
+        n = 2 * x.type.count
+        return self.b.shuffle_vector(x, y, ir.Constant(ir.VectorType(_I32, n), list(range(n))))
+
+    def fold(self, vector: Any, operation: Callable[[Any, Any], Any]) -> Any:
+        """Reduce a vector to a scalar by halving."""
+        while vector.type.count > 1:
+            half = vector.type.count // 2
+            vector = operation(self.part(vector, range(half)), self.part(vector, range(half, 2 * half)))
+        return self.b.extract_element(vector, ir.Constant(_I32, 0))
+
+
+@intrinsic
+def split(_typing: Any, address: Any, groups: Any, keys: Any, marks: Any, result: Any) -> Any:
+    """Read groups of 64 FP32 elements; return the sum of their squares in FP64.
+
+    Writes the biased exponent of each to `keys` (uint8), a bit for each finite or infinite non-zero element without mantissa to `marks`
+    (uint64 a group; FP32 subnormals have none set), and six int64 to `result`: OR of the bit patterns, largest magnitude as a bit pattern,
+    least non-zero exponent - 1 (255 if there is none), zeros, FP32 subnormals, bits set in `marks`.
+    """
+
+    def build(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        address, groups, keys, marks, result = args
+        f, b = _Builder(builder), builder
+        low, top = f.variable(_V32, 0), f.variable(_V32, 0)
+        least = f.variable(_KEYS, 255)
+        zeros, subnormal, marked = (f.variable(_I64, 0) for _ in range(3))
+        sums = [f.variable(_VD, 0.0) for _ in range(4)]
+        with cgutils.for_range(builder, groups) as loop:
+            base = b.add(address, b.mul(loop.index, _i64(4 * GROUP)))
+            word, packed = _i64(0), []
+            for s in range(GROUP // WIDTH):
+                raw = b.load(f.at(base, _i64(4 * WIDTH * s), _V32), align=4)
+                f.update(low, b.or_, raw)
+                f.update(top, f.largest, b.and_(raw, _splat(_V32, 0x7FFFFFFF)))
+                bare = b.icmp_unsigned("==", b.and_(raw, _splat(_V32, 0x7FFFFF)), _splat(_V32, 0))
+                bits = b.zext(b.bitcast(bare, ir.IntType(WIDTH)), _I64)
+                word = b.or_(word, b.shl(bits, _i64(WIDTH * s)))
+                packed.append(b.trunc(b.lshr(raw, _splat(_V32, 23)), _V8))
+                x = b.fpext(b.bitcast(raw, _VF), _VD)
+                f.update(sums[s], partial(b.fadd, flags=("contract",)), b.fmul(x, x, flags=("contract",)))
+            key = f.join(f.join(packed[0], packed[1]), f.join(packed[2], packed[3]))
+            b.store(key, f.at(keys, b.mul(loop.index, _i64(GROUP)), _KEYS), align=1)
+            f.update(least, f.least, b.sub(key, _splat(_KEYS, 1)))
+            lowest = b.bitcast(b.icmp_unsigned("==", key, _splat(_KEYS, 0)), _I64)
+            f.update(zeros, b.add, b.ctpop(b.and_(word, lowest)))
+            f.update(subnormal, b.add, b.ctpop(b.and_(b.not_(word), lowest)))
+            word = b.and_(word, b.not_(lowest))
+            f.update(marked, b.add, b.ctpop(word))
+            b.store(word, f.at(marks, b.mul(loop.index, _i64(8)), _I64))
+        found = [f.fold(b.load(low), b.or_), f.fold(b.load(top), f.largest), f.fold(b.load(least), f.least)]
+        found = [b.zext(v, _I64) for v in found] + [b.load(p) for p in (zeros, subnormal, marked)]
+        for k, value in enumerate(found):
+            b.store(value, f.at(result, _i64(8 * k), _I64))
+        halves = [b.fadd(b.load(sums[i]), b.load(sums[i + 1])) for i in (0, 2)]
+        return f.fold(b.fadd(*halves), b.fadd)
+
+    return types.float64(*[types.int64] * 5), build
+
+
+@intrinsic
+def count(_typing: Any, keys: Any, groups: Any, first: Any, bins: Any) -> Any:
+    """Add to the int64 `bins[first : first + LANES]` how many of the uint8 `keys` equal each index. At most 255 groups."""
+
+    def build(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        keys, groups, first, bins = args
+        f, b = _Builder(builder), builder
+        wanted = []
+        for k in range(LANES):
+            value = b.trunc(b.add(first, _i64(k)), _I8)
+            one = b.insert_element(ir.Constant(_KEYS, ir.Undefined), value, ir.Constant(_I32, 0))
+            wanted.append(b.shuffle_vector(one, one, _splat(ir.VectorType(_I32, GROUP), 0)))
+        counts = [f.variable(_KEYS, 0) for _ in range(LANES)]
+        with cgutils.for_range(builder, groups) as loop:
+            key = b.load(f.at(keys, b.mul(loop.index, _i64(GROUP)), _KEYS), align=1)
+            for k in range(LANES):
+                f.update(counts[k], b.sub, b.sext(b.icmp_unsigned("==", key, wanted[k]), _KEYS))
+        for k in range(LANES):
+            wide = b.zext(b.load(counts[k]), ir.VectorType(_I16, GROUP))
+            pointer = f.at(bins, b.mul(b.add(first, _i64(k)), _i64(8)), _I64)
+            b.store(b.add(b.load(pointer), b.zext(f.fold(wide, b.add), _I64)), pointer)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4), build
+
+
+@intrinsic
+def keep_marked(_typing: Any, keys: Any, marks: Any, groups: Any, out: Any) -> Any:
+    """Write to the uint8 `out` the keys whose bit in `marks` is set, 0 for the others."""
+
+    def build(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        keys, marks, groups, out = args
+        f, b = _Builder(builder), builder
+        with cgutils.for_range(builder, groups) as loop:
+            offset = b.mul(loop.index, _i64(GROUP))
+            key = b.load(f.at(keys, offset, _KEYS), align=1)
+            word = b.load(f.at(marks, b.mul(loop.index, _i64(8)), _I64))
+            chosen = b.bitcast(word, ir.VectorType(_I1, GROUP))
+            b.store(b.select(chosen, key, _splat(_KEYS, 0)), f.at(out, offset, _KEYS), align=1)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4), build
+
+
+@intrinsic
+def lowest_bit(_typing: Any, word: Any) -> Any:
+    """Return the index of the lowest bit set in a non-zero uint64."""
+
+    def build(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.cttz(args[0], ir.Constant(_I1, 1))
+
+    return types.uint64(types.uint64), build
+
+
+@intrinsic
+def pointer(_typing: Any, address: Any) -> Any:
+    """Return an address as a pointer, for `numba.carray`."""
+
+    def build(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], cgutils.voidptr_t)
+
+    return types.voidptr(types.int64), build
+
+
+@intrinsic
+def take(_typing: Any, address: Any) -> Any:
+    """Atomically add one to the int64 at `address`; return what it was."""
+
+    def build(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        at = builder.inttoptr(args[0], _I64.as_pointer())
+        return builder.atomic_rmw("add", at, _i64(1), "monotonic")
+
+    return types.int64(types.int64), build
