@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,7 @@ def stats_of(grads: Sequence[Any]) -> LayerStats:
     return out
 
 
-def records(
+def iter_records(
     n: int,
     layers: Sequence[Layer],
     *,
@@ -84,8 +84,8 @@ def records(
     begin: float = START,
     spread: float = 1e-4,
     loss: float = 1.0,
-) -> list[StepRecord]:
-    """Return n records of FP16-born gradients.
+) -> Iterator[StepRecord]:
+    """Yield n records of FP16-born gradients.
 
     Args:
         n, layers: how many, of what.
@@ -96,7 +96,7 @@ def records(
     """
     rng = np.random.default_rng(seed)
     skip, nan, no_grad = set(skip), nan or {}, no_grad or {}
-    out, tracker = [], 0
+    tracker = 0
     for step in range(first, first + n):
         skipped = step in skip or step in nan
         scalars = {
@@ -129,8 +129,12 @@ def records(
             if tracker == growth_interval:
                 record.events.append(Event(step, "growth", message="loss scale doubled", data={"from": scale, "to": scale * 2}))
                 scale, tracker = scale * 2, 0
-        out.append(record)
-    return out
+        yield record
+
+
+def records(n: int, layers: Sequence[Layer], **options: Any) -> list[StepRecord]:
+    """Return the records of `iter_records` as a list."""
+    return list(iter_records(n, layers, **options))
 
 
 def write_run(

@@ -19,19 +19,24 @@ from ampscope.log.schema import HEADER_KEY, Header, buffers_a_column, make_schem
 
 TAIL_BATCHES = 64
 """Batches after which the tail is begun anew as one batch, so that a run of slow steps opens as fast as a dense one."""
-_OPTIONS = pa.ipc.IpcWriteOptions(compression="lz4")
+COMPRESS = 64
+"""Rows from which a batch of the tail is compressed: on a few rows LZ4 costs 1 ms a flush, and they are soon gone."""
 
 
-def message(batch: pa.RecordBatch, buffers: Sequence[int], metadata: Mapping[bytes, bytes] | None = None) -> bytes:
-    """Return one batch as an IPC message, LZ4-compressed, with its checksums (`frames`).
+def message(
+    batch: pa.RecordBatch, buffers: Sequence[int], metadata: Mapping[bytes, bytes] | None = None, compress: bool = True
+) -> bytes:
+    """Return one batch as an IPC message with its checksums (`frames`), LZ4-compressed unless told otherwise.
 
     Args:
         batch: the rows.
         buffers: buffers of each column (`buffers_a_column`).
         metadata: more custom metadata.
+        compress: whether to.
     """
     sink = io.BytesIO()
-    with pa.ipc.new_stream(sink, batch.schema.remove_metadata(), options=_OPTIONS) as writer:
+    options = pa.ipc.IpcWriteOptions(compression="lz4" if compress else None, use_threads=False)
+    with pa.ipc.new_stream(sink, batch.schema.remove_metadata(), options=options) as writer:
         plain = pa.RecordBatch.from_arrays(batch.columns, schema=batch.schema.remove_metadata())
         writer.write_batch(plain, custom_metadata={**(metadata or {}), **frames.placeholder(len(buffers))})
         end = sink.tell()
@@ -75,9 +80,9 @@ class ArrowSink:
         copy = {HEADER_KEY: self.schema.metadata[HEADER_KEY]}
         return bytes(self.schema.serialize()) + message(batch, self.buffers, copy)
 
-    def message(self, chunk: Mapping[str, Any]) -> bytes:
+    def message(self, chunk: Mapping[str, Any], compress: bool = True) -> bytes:
         """Return columns (see `to_batch`) as one batch's message."""
-        return message(to_batch(chunk, self.schema), self.buffers)
+        return message(to_batch(chunk, self.schema), self.buffers, compress=compress)
 
     @property
     def pending(self) -> int:
@@ -88,9 +93,8 @@ class ArrowSink:
         """Take a row; it reaches the disk with the next `flush`."""
         if self.rows.full:
             count = max(self.rows.capacity // 8, 1)
-            unwritten = max(count - self._in_tail, 0)
-            if unwritten:
-                self.lost.add(self.rows.steps(count - unwritten, count), "nothing could be written")
+            # Those of them that the tail holds go as well, when the disk has room again and it is begun anew.
+            self.lost.add(self.rows.steps(0, count), "nothing could be written")
             self.rows.drop(count)
             self._in_tail = max(self._in_tail - count, 0)
         self.rows.append(row)
@@ -117,7 +121,8 @@ class ArrowSink:
             self._tail.renew(self._begin(self.rows.chunk(0, len(self.rows))))
             self._tail_batches = 0
         elif self.pending:
-            self._tail.append(self.message(self.rows.chunk(self._in_tail, len(self.rows))))
+            fresh = self.rows.chunk(self._in_tail, len(self.rows))
+            self._tail.append(self.message(fresh, compress=self.pending >= COMPRESS))
             self._tail_batches += 1
         self._in_tail = len(self.rows)
 

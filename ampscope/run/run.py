@@ -63,15 +63,20 @@ class Run(RunCore):
         """Bool [T, L]: whether the layer was looked at in that step (lowest rank)."""
         return np.asarray(self.columns(("state",))["state"] != NOT_SAMPLED)
 
-    def exponents(self, layer: LayerKey, rank: int = 0) -> tuple[Array, Array]:
+    def exponents(self, layer: LayerKey, rank: int = 0, rows: RowKey | None = None) -> tuple[Array, Array]:
         """Return (steps int64 [H], counts int64 [H, 256]): finite non-zero |g_s| by biased FP32 exponent (2^k at k + 127).
 
         H are the steps whose histograms were kept and where the layer had a gradient.
 
+        Args:
+            layer: which one.
+            rank: which process.
+            rows: only these positions in `steps` (ascending) or a slice of them; only their batches are read.
+
         Raises:
             AmpscopeError: no such layer or rank.
         """
-        return self._of_layer("exponents", layer, rank)
+        return self._of_layer("exponents", layer, rank, rows)
 
     def exact_powers(self, layer: LayerKey, rank: int = 0) -> tuple[Array, Array]:
         """Return (steps int64 [H], counts int64 [H, 256]): those elements of `exponents` that are exactly 2^k.
@@ -81,11 +86,15 @@ class Run(RunCore):
         """
         return self._of_layer("exact", layer, rank)
 
-    def _of_layer(self, which: str, layer: LayerKey, rank: int) -> tuple[Array, Array]:
+    def _of_layer(
+        self, which: str, layer: LayerKey, rank: int, only: RowKey | None = None
+    ) -> tuple[Array, Array]:
         with self._lock:
             now, index, ordered = self.now, self.layer_index(layer), self.ordered
             steps, tables = [np.zeros(0, np.int64)], [np.zeros((0, 256), np.int64)]
             rows = self.histogram_rows(rank)
+            if only is not None:
+                rows = np.intersect1d(rows, self.wanted(only), assume_unique=True)
             for i, (at, to) in by_series(now.rows[self.check_rank(rank)], rows, len(now.steps)).items():
                 local = np.flatnonzero(now.maps[i] == index)
                 if len(local):
