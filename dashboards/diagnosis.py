@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 from ampscope.errors import AmpscopeError
 
+from ampscope.run.run import Run
+
 if TYPE_CHECKING:
     from ampscope.analysis.finding import Finding
-    from ampscope.run.run import Run
 
     from .source import Source
 
@@ -61,7 +62,7 @@ class Diagnosis:
         began, revision = self.clock(), source.revision
         findings, problem = None, ""
         try:
-            findings = diagnose(source.run)
+            findings = diagnose(Run(source.run.path))  # a reader of its own: viewers are not to wait for its lock
         except (AmpscopeError, OSError) as error:
             problem = str(error)
         except ImportError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 from collections.abc import Callable
@@ -19,7 +18,9 @@ from ampscope.run.run import Run
 from .diagnosis import Diagnosis
 from .source import Source
 
-SHOW_EVERY = 16
+MAKE_WAY = 0.1
+"""Seconds for which summaries wait after a viewer asked something."""
+SHOW_EVERY = 64
 """Chunks after which a scan that goes on shows what it has."""
 State = Literal["live", "ended", "died", "empty"]
 
@@ -54,8 +55,9 @@ class RunStore:
         self._sources: dict[str, Source] = {}
         self._scanned = float("-inf")
         self._refreshed: dict[str, float] = {}
-        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._pending: set[tuple[int, str, int]] = set()
+        self._wake = threading.Condition()
+        self._jobs: list[tuple[Source, str, int]] = []
+        self._asked_at = float("-inf")
         self._worker: threading.Thread | None = None
         self.diagnosis = Diagnosis(clock, self._apart)
 
@@ -112,6 +114,7 @@ class RunStore:
             AmpscopeError, LogError: see `source`.
         """
         source = self.source(key)
+        self.asked()
         with self._lock:
             due = abs(self.now - self._refreshed.get(key, float("-inf"))) >= least
             if due:
@@ -134,39 +137,49 @@ class RunStore:
             state = "empty"
         return Life(state, age, rows_age, int(steps[-1]) if len(steps) else -1)
 
-    # Summaries of long runs and diagnoses are made by one thread, a piece at a time, so that viewers are answered in between
+    # Summaries of long runs are made by one thread, a chunk at a time; what was asked for last goes first
 
     def _ask(self, source: Source, family: str, rank: int) -> None:
-        job = (id(source), family, rank)
-        with self._lock:
-            if job not in self._pending:
-                self._pending.add(job)
-                self._later(lambda: self._scan(source, family, rank))
-
-    def _scan(self, source: Source, family: str, rank: int, chunks: int = 0) -> None:
-        more = False
-        try:
-            more = source.scan_chunk(family, rank)
-        except (AmpscopeError, OSError):
-            more = False  # the view that asked says what is wrong with the log
-        if not more or chunks % SHOW_EVERY == SHOW_EVERY - 1:
-            source.note()
-        if more:
-            self._later(lambda: self._scan(source, family, rank, chunks + 1))
-            return
-        with self._lock:
-            self._pending.discard((id(source), family, rank))
-
-    def _later(self, job: Callable[[], None]) -> None:
-        with self._lock:
-            self._jobs.put(job)
+        job = (source, family, rank)
+        with self._wake:
+            if job in self._jobs:
+                self._jobs.remove(job)
+            self._jobs.append(job)
             if self._worker is None:
                 self._worker = threading.Thread(target=self._work, name="ampscope-summaries", daemon=True)
                 self._worker.start()
+            self._wake.notify()
+
+    def asked(self) -> None:
+        """Note that a viewer waits: summaries make way."""
+        self._asked_at = time.monotonic()
+
+    @property
+    def reading(self) -> bool:
+        """Whether summaries are being made."""
+        with self._wake:
+            return bool(self._jobs)
 
     def _work(self) -> None:
+        chunks = 0
         while True:
-            self._jobs.get()()
+            with self._wake:
+                while not self._jobs:
+                    self._wake.wait()
+                job = self._jobs[-1]
+            source, family, rank = job
+            while time.monotonic() - self._asked_at < MAKE_WAY:
+                time.sleep(MAKE_WAY / 4)
+            try:
+                more = source.scan_chunk(family, rank)
+            except (AmpscopeError, OSError):
+                more = False  # the view that asked says what is wrong with the log
+            chunks += 1
+            if not more:
+                with self._wake:
+                    self._jobs.remove(job)
+            if not more or chunks % SHOW_EVERY == 0:
+                source.note()
 
     def _apart(self, job: Callable[[], None]) -> None:
         """Run a diagnosis in a thread of its own: it is one long piece."""

@@ -18,17 +18,27 @@ from ampscope.run import metrics as derived
 from ampscope.run.run import Run
 
 from .decimate import POINTS, bucket_edges, window
-from .pyramid import BLOCK, LinePyramid, TablePyramid, reduce_rows
+from .pyramid import BLOCK, HistogramSummary, LinePyramid, TablePyramid, reduce_rows
 
 Array = np.ndarray[Any, Any]
 T = TypeVar("T")
 
-CHUNK = 64 * BLOCK
-"""Rows read at a time by a scan: about four batches."""
-RAW_ROWS = 16_384
-"""Windows up to this many rows are read from the log itself, longer ones from the summaries."""
+CHUNK = 32 * BLOCK
+"""Rows read at a time by a scan: about one batch, so that viewers wait for it no longer than some 50 ms."""
+RAW_CELLS = 400_000
+"""Windows of up to this many cells (rows × layers) are read from the log itself, longer ones from the summaries."""
+RAW_ROWS = 8_192
+"""The same for one layer alone, in rows."""
 SMALL = 1_500_000
-"""Cells (rows × layers) up to which a summary is made at once rather than in the background: about 0.3 s."""
+"""Cells up to which a summary is made at once rather than in the background: about 0.3 s."""
+RAW_HISTOGRAM_ROWS = 32_768
+"""Windows of up to this many rows show every histogram of a layer, read from the log; longer ones those of a summary."""
+SAMPLED = 64
+"""Histograms shown of a long run while their summary is being made: each may lie in another batch."""
+HISTOGRAM_CELLS = 8_000
+"""Histograms × layers read at a time: 16 MB, some 80 ms."""
+HISTOGRAMS = "histograms"
+"""The name of that summary, beside those of `FAMILIES`."""
 LAG = 1024
 """Rows of a distributed run that may still be filled in by a slower rank, and are not summarised yet."""
 
@@ -67,6 +77,46 @@ class Window:
     raw: bool
 
 
+@dataclass(frozen=True)
+class Histograms:
+    """Histograms of one layer: first step of each [H], how many are joined in each [H], counts int64 [H, 256].
+
+    They rest on `read` of `of` histograms recorded in the range.
+    """
+
+    steps: Array
+    many: Array
+    counts: Array
+    read: int
+    of: int
+
+
+class Grown:
+    """An array that grows at its end, in place where there is room."""
+
+    def __init__(self) -> None:
+        self._room = np.zeros(0)
+        self.n = 0
+        self.revision = -1
+
+    @property
+    def values(self) -> Array:
+        """float64 [n]; read only."""
+        found = self._room[: self.n]
+        found.setflags(write=False)
+        return found
+
+    def put(self, start: int, values: Array, revision: int) -> None:
+        """Put values at `start` and end there."""
+        n = start + len(values)
+        if n > len(self._room):
+            room = np.empty(n + n // 8)
+            room[:start] = self._room[:start]
+            self._room = room
+        self._room[start:n] = values
+        self.n, self.revision = n, revision
+
+
 class _Family:
     """Progress of one family of metrics of one rank."""
 
@@ -93,6 +143,8 @@ class Source:
         self._values: dict[tuple[int, str], Array] = {}
         self._lines: dict[tuple[int, str], LinePyramid] = {}
         self._families: dict[tuple[int, str], _Family] = {}
+        self._scalars: dict[tuple[int, str], Grown] = {}
+        self._summed: dict[int, HistogramSummary] = {}
         self._cache: OrderedDict[Any, Any] = OrderedDict()
         self._seen_rows, self._seen_step, self._seen_sessions = 0, -1, 0
         self.generation = getattr(self, "generation", -1) + 1
@@ -101,6 +153,7 @@ class Source:
     def _note_shape(self) -> None:
         steps = self.run.steps
         self._seen_rows, self._seen_step = len(steps), int(steps[-1]) if len(steps) else -1
+        self._steps = steps  # `Run` has a lock of its own, which a scan holds while it reads
         self._seen_sessions, self._seen_layers = len(self.run.sessions), len(self.run.layers)
 
     def refresh(self) -> bool:
@@ -149,7 +202,7 @@ class Source:
     @property
     def steps(self) -> Array:
         """int64 [T]."""
-        return self.run.steps
+        return self._steps
 
     @property
     def layers(self) -> list[Layer]:
@@ -164,19 +217,26 @@ class Source:
     def values(self, name: str, rank: int) -> Array:
         """Return a scalar (or one of `BANDS` over all elements), float64 [T]."""
         with self._lock:
-            known = self._values.get((rank, name))
-            n = len(self.run.steps)
-            if known is None or len(known) != n:
-                known = self._band(name, rank) if name in BANDS else self.run.scalar(name, rank)
-                self._values[rank, name] = known
-            return known
+            n = len(self._steps)
+            if name in BANDS:
+                known = self._values.get((rank, name))
+                if known is None or len(known) != n:
+                    known = self._values[rank, name] = self._band(name, rank)
+                return known
+            grown = self._scalars.get((rank, name))
+            if grown is None:
+                grown = self._scalars[rank, name] = Grown()
+            if grown.revision != self.revision:
+                start = self._settled(min(grown.n, n))
+                grown.put(start, self.run.scalar(name, rank, start)[: n - start], self.revision)
+            return grown.values
 
     def line(
         self, name: str, rank: int, low: float | None, high: float | None, points: int = POINTS
     ) -> tuple[Array, Array]:
         """Return (steps, values) to draw of a scalar within [low, high]: all extremes and gaps, about `points` of them."""
         with self._lock:
-            values, steps = self.values(name, rank), self.run.steps
+            values, steps = self.values(name, rank), self._steps
             pyramid = self._lines.get((rank, name))
             if pyramid is None or name in BANDS:  # bands change behind the front of the scan
                 pyramid = self._lines[rank, name] = LinePyramid()
@@ -192,7 +252,7 @@ class Source:
 
     def ensure(self, family: str, rank: int) -> float:
         """Make the summary of a family, at once if it is little work, else in the background; return the share done, 0..1."""
-        settled = self._settled(len(self.run.steps)) // BLOCK * BLOCK
+        settled = self._settled(len(self._steps)) // BLOCK * BLOCK
         with self._lock:
             state = self._families.setdefault((rank, family), _Family(FAMILIES[family]))
             missing = settled - state.rows
@@ -207,11 +267,13 @@ class Source:
 
     def scan_chunk(self, family: str, rank: int) -> bool:
         """Take the next rows into a family's summary; return whether there are more."""
+        if family == HISTOGRAMS:
+            return self._scan_histograms(rank)
         with self._lock:
             generation = self.generation
             state = self._families.setdefault((rank, family), _Family(FAMILIES[family]))
             start = state.rows
-            stop = min(start + CHUNK, self._settled(len(self.run.steps)) // BLOCK * BLOCK)
+            stop = min(start + CHUNK, self._settled(len(self._steps)) // BLOCK * BLOCK)
         if stop <= start:
             return False
         tables = self._read(family, rank, slice(start, stop))
@@ -226,7 +288,7 @@ class Source:
                 parts.append(self._over_elements(tables[name]))
                 self._values.pop((rank, name), None)
             state.rows = stop
-            return stop < self._settled(len(self.run.steps)) // BLOCK * BLOCK
+            return stop < self._settled(len(self._steps)) // BLOCK * BLOCK
 
     def _read(self, family: str, rank: int, rows: slice) -> dict[str, Array]:
         """Read a family's metrics of some rows, float32 [n, L] each; with "flags" also the flags, uint8 [n, L]."""
@@ -258,7 +320,7 @@ class Source:
         family = FAMILY[name]
         self.ensure(family, rank)
         state = self._families[rank, family]
-        n = len(self.run.steps)
+        n = len(self._steps)
         out = np.full(n, np.nan)
         done = np.concatenate([np.zeros(0), *state.bands[name]])
         out[: len(done)] = done
@@ -268,14 +330,10 @@ class Source:
 
     def table(self, metric: str, rank: int, low: float | None, high: float | None, columns: int) -> Window:
         """Return a layer metric over the steps in [low, high] (None: no end), in at most `columns` columns."""
-        steps = self.run.steps
-        part = window(steps, low, high)
-        if low is not None and part.start < part.stop and steps[part.start] < low:
-            part = slice(part.start + 1, part.stop)
-        if high is not None and part.start < part.stop and steps[part.stop - 1] > high:
-            part = slice(part.start, part.stop - 1)
+        part = self._inside(low, high)
         n = part.stop - part.start
-        if n <= RAW_ROWS:
+        raw = n * max(1, len(self.layers)) <= RAW_CELLS
+        if raw:
             low_table = high_table = self._rows(FAMILY[metric], metric, rank, part)
             flags = self._rows("flags", "flags", rank, part)
             at, done = np.arange(part.start, part.stop), 1.0
@@ -285,7 +343,7 @@ class Source:
         stop = part.stop if done >= 1 else int(at[-1]) + BLOCK if len(at) else part.start
         return Window(
             self._edges(at[starts], min(stop, part.stop)), reduce_rows(low_table, starts, True),
-            reduce_rows(high_table, starts, False), reduce_rows(flags, starts, False), done, n <= RAW_ROWS and len(starts) == n,
+            reduce_rows(high_table, starts, False), reduce_rows(flags, starts, False), done, raw and len(starts) == n,
         )  # fmt: skip
 
     def _blocks(self, metric: str, rank: int, part: slice) -> tuple[Array, Array, Array, Array, float]:
@@ -297,8 +355,9 @@ class Source:
             read = min(state.rows, marks.rows)
             first, last = part.start // BLOCK, max(part.start // BLOCK, min(-(-part.stop // BLOCK), read // BLOCK))
             tables = [state.tables[metric].table(True), state.tables[metric].table(False)]
-            tables.append(marks.tables["flags"].table(False) if read else np.zeros((0, tables[0].shape[1]), np.uint8))
-        parts = [t[first:last] for t in tables]
+            tables.append(marks.tables["flags"].table(False) if read else np.zeros((0, 0), np.uint8))
+        n_layers = len(self.layers)
+        parts = [t[first:last] if len(t) else np.zeros((0, n_layers), t.dtype) for t in tables]
         at = np.arange(first, last, dtype=np.int64) * BLOCK
         if done >= 1 and read < part.stop:  # the newest rows fill no block yet
             tail = slice(max(read, part.start), part.stop)
@@ -313,20 +372,85 @@ class Source:
             at = np.concatenate([at, tail.start + starts])
         return at, parts[0], parts[1], parts[2], done
 
+    def _inside(self, low: float | None, high: float | None) -> slice:
+        """Return the rows whose step lies in [low, high]."""
+        start = 0 if low is None else int(np.searchsorted(self._steps, low, "left"))
+        stop = len(self._steps) if high is None else int(np.searchsorted(self._steps, high, "right"))
+        return slice(start, max(start, stop))
+
     def _rows(self, family: str, name: str, rank: int, rows: slice) -> Array:
         tables = self.cached(("rows", family, rank, rows.start, rows.stop), lambda: self._read(family, rank, rows))
         return tables[name]
 
-    def exponents(self, layer: int, rank: int, low: float | None, high: float | None) -> tuple[Array, Array]:
-        """Return (steps int64 [H], counts int64 [H, 256]) of a layer's histograms within [low, high]."""
-        steps, counts = self.cached(("exponents", layer, rank), lambda: self.run.exponents(layer, rank))
-        start = 0 if low is None else int(np.searchsorted(steps, low, "left"))
-        stop = len(steps) if high is None else int(np.searchsorted(steps, high, "right"))
-        return steps[start:stop], counts[start:stop]
+    def layer_rows(
+        self, layer: int, rank: int, low: float | None, high: float | None
+    ) -> tuple[Array, dict[str, Array]] | None:
+        """Return (steps [n], {metric: float32 [n]}) of one layer, every metric, read from the log; None if there is too much."""
+        part = self._inside(low, high)
+        if part.stop - part.start > RAW_ROWS:
+            return None
+        if part.stop <= part.start:
+            return self._steps[part], {name: np.zeros(0, np.float32) for name in FAMILY}
+        needed = tuple(dict.fromkeys(c for name in FAMILY for c in derived.columns_of(name)))
+        columns = self.cached(("columns", rank, part.start, part.stop), lambda: self.run.columns(needed, rank, part))
+        mine = {name: values[:, layer : layer + 1] for name, values in columns.items()}
+        scale, numel = self.values("loss_scale", rank)[part], np.array([self.layers[layer].numel], np.int64)
+        return self._steps[part], {name: derived.compute(name, mine, scale, numel)[:, 0] for name in FAMILY}
+
+    def exponents(self, layer: int, rank: int, low: float | None, high: float | None) -> Histograms:
+        """Return a layer's histograms within [low, high], joined or thinned where the run is long."""
+        part = self._inside(low, high)
+        rows = self._histogram_rows(rank)
+        inside = rows[(rows >= part.start) & (rows < part.stop)]
+        if part.stop - part.start > RAW_HISTOGRAM_ROWS and len(inside) > SAMPLED:
+            if self._ensure_histograms(rank) and len(inside):
+                with self._lock:
+                    steps = self._steps[inside[[0, -1]]]
+                    first, many, counts = self._summed[rank].of(layer, float(steps[0]), float(steps[1]))
+                    return Histograms(first, many, counts, len(inside), len(inside))
+            inside = inside[bucket_edges(len(inside), SAMPLED)[:-1]]
+        steps, counts = self.run.exponents(layer, rank, inside)
+        of = int(((rows >= part.start) & (rows < part.stop)).sum())
+        return Histograms(steps, np.ones(len(steps), np.int64), counts, len(inside), of)
+
+    def _histogram_rows(self, rank: int) -> Array:
+        return self.cached(("histogram rows", rank), lambda: self.run.histogram_rows(rank))
+
+    def _ensure_histograms(self, rank: int) -> bool:
+        """Make the summary of the histograms in the background; return whether it holds all but the newest."""
+        with self._lock:
+            have = self._summed.setdefault(rank, HistogramSummary(len(self.layers)))
+        if self._settled_histograms(rank) - have.taken <= 0:
+            return True
+        if self._ask_scan is None:
+            while self.scan_chunk(HISTOGRAMS, rank):
+                pass
+            return True
+        self._ask_scan(self, HISTOGRAMS, rank)
+        return have.taken > 0.99 * self._settled_histograms(rank)
+
+    def _settled_histograms(self, rank: int) -> int:
+        return int(np.searchsorted(self._histogram_rows(rank), self._settled(len(self._steps))))
+
+    def _scan_histograms(self, rank: int) -> bool:
+        with self._lock:
+            generation = self.generation
+            have = self._summed.setdefault(rank, HistogramSummary(len(self.layers)))
+            start = have.taken
+        end = self._settled_histograms(rank)
+        each = max(1, HISTOGRAM_CELLS // max(1, len(self.layers)))
+        rows = self._histogram_rows(rank)[start : min(start + each, end)]
+        if not len(rows):
+            return False
+        counts = self.run.histograms(rows, rank)
+        with self._lock:
+            if generation == self.generation and have.taken == start:
+                have.extend(self._steps[rows], counts)
+            return have.taken < end
 
     def _edges(self, at: Array, stop: int) -> Array:
         """Return the steps at which columns begin, and the one after the last."""
-        steps = self.run.steps
+        steps = self._steps
         if not len(at):
             return np.zeros(1, np.int64)
         return np.concatenate([steps[at], [steps[stop - 1] + 1]])

@@ -94,16 +94,18 @@ class Series:
         self.steps: Array = np.concatenate([b.steps for b in self.blocks]) if self.blocks else none
         self.events = [e for b in self.blocks for _, e in b.events]
 
-    def scalar(self, name: str) -> Array:
-        """Return a scalar, float64 [rows]; NaN where it was not recorded."""
-        out = np.full(len(self.steps), np.nan)
-        for start, block in zip(self._starts.tolist(), self.blocks, strict=False):
+    def scalar(self, name: str, first: int = 0) -> Array:
+        """Return a scalar, float64 [rows - first], of the rows from `first` on; NaN where it was not recorded."""
+        skipped = max(0, int(np.searchsorted(self._starts, first, "right")) - 1)
+        begin = int(self._starts[skipped]) if first else 0
+        out = np.full(len(self.steps) - begin, np.nan)
+        for start, block in zip((self._starts[skipped:] - begin).tolist(), self.blocks[skipped:], strict=False):
             if name in block.scalars:
                 out[start : start + len(block.rows)] = block.scalars[name]
             elif name in block.extra:
                 where, found = block.extra[name]
                 out[start + where] = found
-        return out
+        return out[first - begin :]
 
     @property
     def extra(self) -> set[str]:

@@ -79,6 +79,7 @@ def open_source(store: RunStore, ask: Ask) -> tuple[Source, int]:
         AmpscopeError, OSError: the run cannot be read.
     """
     source = store.source(ask.run)
+    store.asked()
     ranks = source.run.ranks or [0]
     return source, ask.rank if ask.rank in ranks else ranks[0]
 

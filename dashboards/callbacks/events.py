@@ -80,7 +80,10 @@ def _line(item: views.Item, chosen: bool) -> html.Tr:
     e = item.event
     layer = e.layers[0] + (f" + {len(e.layers) - 1} more" if len(e.layers) > 1 else "") if e.layers else ""
     cells = [
-        html.Td(act(f"{e.step:,}", "event", item.id, className="link", title="Show this step on every chart"), className="brief"),
+        html.Td(
+            act(f"{e.step:,}", "event", item.id, className="link", title="Show this step on every chart"),
+            className="brief",
+        ),
         html.Td(views.KIND_WORDS.get(e.kind, e.kind), className=f"brief kind-{e.kind}"),
         html.Td("" if e.phase == "none" else e.phase, className="brief"),
         html.Td(layer, className="free"),

@@ -41,7 +41,13 @@ def figure(view: Comparison, theme: Theme, revision: str, *, narrow: bool = Fals
     panels = [
         Panel("Does the loss fall alike?", lines("loss"), scale=loss, weight=1.4, **bad("loss")),
         Panel("Is the loss scale alike?", lines("scale"), scale="log2", **bad("scale")),
-        Panel("Are the gradients alike? (unscaled norm)", short="Are the gradients alike?", lines=lines("grad_norm"), scale="log10", **bad("grad_norm")),
+        Panel(
+            "Are the gradients alike? (unscaled norm)",
+            short="Are the gradients alike?",
+            lines=lines("grad_norm"),
+            scale="log10",
+            **bad("grad_norm"),
+        ),
         Panel("How long does a step take?", lines("step_seconds"), format=".4~s", suffix="s"),
     ]
     out = stacked(panels, theme, revision, x_title=TITLES[view.align], narrow=narrow)

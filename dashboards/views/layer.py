@@ -10,9 +10,10 @@ import numpy as np
 from ampscope.errors import AmpscopeError
 from ampscope.record.step import Layer
 
-from ..decimate import bucket_edges
+from ..decimate import bucket_edges, pick
 from ..source import Source, Window
 from .common import Curve, Range, curve
+from .overview import sessions as session_breaks
 
 Array = np.ndarray[Any, Any]
 View = Literal["scaled", "true"]
@@ -21,8 +22,13 @@ LINES = (
     "grad_norm", "grad_max", "underflow_ratio", "underflow_ratio_low", "underflow_ratio_high", "underflow_ratio_measured",
     "zero_ratio", "subnormal_ratio", "headroom_bits", "weight_norm",
 )  # fmt: skip
+POINTS = 1500
 COLUMNS = 300
 """Columns of the exponent picture."""
+
+
+FAR = 160
+"""Binades a histogram is moved at most: no loss scale lies beyond 2^±150."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,9 @@ class Exponents:
     first: int
     shift: Array
     every: int
+    read: int
+    """Histograms the picture rests on, `of` how many that there are."""
+    of: int
     span: Range
 
 
@@ -87,37 +96,38 @@ def _envelope(table: Window, index: int) -> Curve:
 
 def exponents(source: Source, rank: int, index: int, span: Range, view: View = "scaled") -> Exponents | None:
     """Return the exponent picture of a layer, None if no histogram was recorded in the range."""
-    steps, counts = source.exponents(index, rank, span.low, span.high)
+    found = source.exponents(index, rank, span.low, span.high)
+    steps, counts = found.steps, found.counts
     if not len(steps):
         return None
     starts = bucket_edges(len(steps), COLUMNS)[:-1]
     scale = source.values("loss_scale", rank)[np.searchsorted(source.steps, steps)]
     shift = np.zeros(len(steps))
+    base = -127
     if view == "true":
         with np.errstate(divide="ignore", invalid="ignore"):
             shift = np.nan_to_num(np.floor(np.log2(scale)), nan=0.0, posinf=0.0, neginf=0.0)
-        counts = _shifted(counts, -shift.astype(np.int64))
-        base = -127 - 160
-    else:
-        base = -127
+        counts, base = _shifted(counts, -shift.astype(np.int64)), -127 - FAR
     joined = np.add.reduceat(counts, starts, axis=0).astype(np.float64)
-    many = np.diff(np.append(starts, len(steps)))
+    many = np.add.reduceat(found.many, starts)
     share = joined / (many[:, None] * max(1, source.layers[index].numel))
     used = np.flatnonzero(joined.any(0))
-    first, last = (int(used[0]), int(used[-1])) if len(used) else (127, 127)
-    edges = np.append(steps[starts], steps[-1] + max(1, int(np.median(np.diff(steps))) if len(steps) > 1 else 1))
+    first, last = (int(used[0]), int(used[-1])) if len(used) else (-base, -base)
+    spacing = int(np.median(np.diff(steps))) if len(steps) > 1 else 1
+    edges = np.append(steps[starts], steps[-1] + max(1, spacing))
     return Exponents(
         source.layers[index], view, edges, steps[starts], share[:, first : last + 1], base + first, shift[starts],
-        int(many.max()), span,
+        int(many.max()), found.read, found.of, span,
     )  # fmt: skip
 
 
 def _shifted(counts: Array, by: Array) -> Array:
-    """Return [H, 256 + 320] histograms, each moved by its own number of binades, clipped to ±160."""
-    out = np.zeros((len(counts), 256 + 320), counts.dtype)
-    for move in np.unique(np.clip(by, -160, 160)).tolist():
-        mine = np.clip(by, -160, 160) == move
-        out[mine, 160 + move : 160 + move + 256] = counts[mine]
+    """Return [H, 256 + 2 FAR] histograms, each moved by its own number of binades, at most `FAR` of them."""
+    out = np.zeros((len(counts), 256 + 2 * FAR), counts.dtype)
+    moves = np.clip(by, -FAR, FAR)
+    for move in np.unique(moves).tolist():
+        mine = moves == move
+        out[mine, FAR + move : FAR + move + 256] = counts[mine]
     return out
 
 
