@@ -11,12 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from ampscope.errors import LogError
 from ampscope.log.arrows import ArrowSink
 from ampscope.log.encode import Row, encode, encode_events
 from ampscope.log.lost import Lost
 from ampscope.log.schema import Header
-from ampscope.log.streams import earlier
 from ampscope.log.tensorboard import TensorBoardSink, make_sink
 from ampscope.record.step import Event, Layer, StepRecord
 
@@ -45,14 +43,7 @@ class Journal:
         self.flush()
 
     def _open_board(self, choice: Any) -> None:
-        skipped = 0.0
-        if self._header.session and choice:
-            try:
-                known = earlier(self._folder, self._header.session)
-            except LogError:
-                known = {"step": np.zeros(0), "skipped": np.zeros(0)}
-            skipped = float(np.nansum(known["skipped"][known["step"] < self._header.first_step]))
-        self._board = make_sink(choice, self._folder, self._header, self._clock(), skipped)
+        self._board = make_sink(choice, self._folder, self._header, self._clock())
 
     @property
     def pending(self) -> bool:

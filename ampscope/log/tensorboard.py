@@ -14,10 +14,12 @@ import numpy as np
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 
+from ampscope.errors import LogError
 from ampscope.log.crc32c import record
 from ampscope.log.encode import Row
 from ampscope.log.files import AppendFile
 from ampscope.log.schema import Header
+from ampscope.log.streams import earlier
 from ampscope.record import underflow
 from ampscope.record.step import MEASURED, Layer
 
@@ -213,7 +215,7 @@ def group(names: Sequence[str], most: int = MAX_GROUPS) -> dict[str, Array]:
     return {k: np.array(v, np.int64) for k, v in out.items()}
 
 
-def make_sink(choice: Any, folder: Path, header: Header, now: float, skipped: float = 0.0) -> TensorBoardSink | None:
+def make_sink(choice: Any, folder: Path, header: Header, now: float) -> TensorBoardSink | None:
     """Return the sink for `watch(tensorboard=...)`: True (rank 0 writes), a `SummaryWriter`, or False (None).
 
     Args:
@@ -221,9 +223,19 @@ def make_sink(choice: Any, folder: Path, header: Header, now: float, skipped: fl
         folder: the run's.
         header: of the first stream.
         now: Unix seconds.
-        skipped: steps that earlier sessions skipped.
     """
     if choice is False or choice is None or (choice is True and header.rank):
         return None
     events: Events = EventFile(folder, header, now) if choice is True else UsersWriter(choice)
-    return TensorBoardSink(events, header.layers, skipped)
+    return TensorBoardSink(events, header.layers, _skipped_before(folder, header))
+
+
+def _skipped_before(folder: Path, header: Header) -> float:
+    """Return how many steps before this session's first were skipped, so that `amp/skipped_total` goes on."""
+    if not header.session:
+        return 0.0
+    try:
+        known = earlier(folder, header.session)
+    except LogError:
+        return 0.0
+    return float(np.nansum(known["skipped"][known["step"] < header.first_step]))

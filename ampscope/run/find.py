@@ -25,7 +25,9 @@ def run_folders(log_dir: str | os.PathLike[str]) -> list[Path]:
         )
     found = []
     for folder, children, files in os.walk(base):
+        hidden = [c for c in children if c.startswith(".")]
         children[:] = [c for c in children if not c.startswith(".")]
+        found += [path for c in hidden if stream_files(path := Path(folder, c))]  # a run may be named so
         if any(f.startswith("ampscope-") and f.endswith(".arrows") for f in files) and stream_files(Path(folder)):
             found.append(Path(folder))
     return found
