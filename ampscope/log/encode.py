@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from ampscope.log.schema import SCALARS
-from ampscope.record import derive
+from ampscope.record import derive, underflow
 from ampscope.record.step import Event, Layer, LayerStats, StepRecord
 
 Array = np.ndarray[Any, Any]
@@ -29,6 +29,8 @@ class Row:
     scalars: dict[str, float]
     """Those that are known; the log has NaN for the others."""
     columns: dict[str, Array] | None = None
+    flushed: Array | None = None
+    """Free estimate of the share flushed to zero, [L]; not stored: the reader makes it from the columns."""
     weight_norm: Array | None = None
     probed_flushed: Array | None = None
     histogram: Trimmed | None = None
@@ -49,7 +51,9 @@ def trim(exponents: Array, exact: Array) -> Trimmed:
     return layers, first, last - first + (1 if len(layers) else 0), exponents[layers][inside], exact[layers][inside]
 
 
-def encode(record: StepRecord, row: int, layers: Sequence[Layer], numel: Array) -> Row:
+def encode(
+    record: StepRecord, row: int, layers: Sequence[Layer], numel: Array, context: underflow.Context | None = None
+) -> Row:
     """Encode one record. A record of fewer layers than `layers` (taken before the set grew) is padded."""
     scalars = {k: float(v) for k, v in record.scalars.items() if k in _KNOWN}
     scalars["time"] = record.time
@@ -59,7 +63,10 @@ def encode(record: StepRecord, row: int, layers: Sequence[Layer], numel: Array) 
         stats = _pad(record.layers, len(layers))
         scale = scalars.get("loss_scale", 1.0)
         out.columns = derive.compact(stats, scale)
-        scalars.update(derive.totals(out.columns, numel, scale))
+        context = context or underflow.Context.of(layers)
+        loss, micro_steps = scalars.get("loss", 1.0), scalars.get("micro_steps", 1.0)
+        out.flushed = underflow.estimate(out.columns, context, scale, loss, micro_steps)[0]
+        scalars.update(derive.totals(out.columns, numel, scale, out.flushed))
         if record.keep_exponents:
             out.histogram = trim(stats.exponents, stats.exact)
     return out

@@ -16,6 +16,7 @@ from ampscope.log.encode import Row, encode, encode_events
 from ampscope.log.lost import Lost
 from ampscope.log.schema import Header
 from ampscope.log.tensorboard import TensorBoardSink, make_sink
+from ampscope.record import underflow
 from ampscope.record.step import Event, Layer, StepRecord
 
 
@@ -33,6 +34,8 @@ class Journal:
         self.lost = Lost()
         self._folder, self._header, self._clock = folder, header, clock
         self._numel = np.array([layer.numel for layer in header.layers], np.int64)
+        self._order: list[str] = []
+        self._context = self._make_context()
         self._row = 0
         self._step = header.first_step
         self._warned = False
@@ -70,6 +73,10 @@ class Journal:
             self._warned = True
             _say(f"ampscope {text}. Training goes on.")
 
+    def _make_context(self) -> underflow.Context:
+        header = self._header
+        return underflow.Context.of(header.layers, self._order, header.settings.get("tables", ()), header.gradients == "replicated")
+
     def record(self, record: StepRecord) -> None:
         """Take a record; it is on disk after the next `flush`."""
         if not self.attempt(self._encode, record):
@@ -77,7 +84,11 @@ class Journal:
 
     def _encode(self, record: StepRecord) -> None:
         self._step = record.step
-        row = encode(record, self._row, self._header.layers, self._numel)
+        for event in record.events:
+            if event.data.get("topic") == "backward_order":
+                self._order = [str(n) for n in event.data.get("layers", ())]
+                self._context = self._make_context()
+        row = encode(record, self._row, self._header.layers, self._numel, self._context)
         self._write(row)
         if self._board is not None:
             self.attempt(self._board.write, row)
@@ -99,6 +110,7 @@ class Journal:
             self._sink.abandon()
         self._header = replace(self._header, layers=list(layers), part=self._header.part + self._sink.taken)
         self._numel = np.array([layer.numel for layer in layers], np.int64)
+        self._context = self._make_context()
         self._sink = ArrowSink(self._folder, self._header)
         if self._board is not None:
             self._board.set_layers(layers)

@@ -20,7 +20,6 @@ from ampscope.log.encode import Row
 from ampscope.log.files import AppendFile
 from ampscope.log.schema import Header
 from ampscope.log.streams import earlier
-from ampscope.record import underflow
 from ampscope.record.step import MEASURED, Layer
 
 TAGS = (
@@ -172,7 +171,7 @@ class TensorBoardSink:
         assert c is not None
         scale = np.float64(row.scalars["loss_scale"])
         on = c["state"] == MEASURED
-        ratio = underflow.estimate(c, self._numel)[0]
+        ratio = row.flushed if row.flushed is not None else np.zeros(len(on))
         out: list[tuple[str, float]] = []
         with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
             for name, index in self._groups.items():

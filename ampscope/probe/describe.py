@@ -31,8 +31,18 @@ def make_header(
         device=device,
         device_name=torch.cuda.get_device_name(torch.device(device)) if device.startswith("cuda") else platform.machine(),
         gradients=spread(models, world),
-        settings=dict(settings),
+        settings={**settings, "tables": tables(models)},
     )
+
+
+def tables(models: Mapping[str, torch.nn.Module]) -> list[str]:
+    """Return the names of weights whose rows are looked up (embeddings): an empty row of their gradient was not."""
+    found = []
+    for prefix, root in models.items():
+        for name, module in names.named_modules(root):
+            if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)):
+                found.append(".".join(x for x in (prefix, name, "weight") if x))
+    return found
 
 
 def describe_scaler(scaler: Any) -> dict[str, Any]:

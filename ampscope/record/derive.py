@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from ampscope.record import underflow
 from ampscope.record.step import BINS, MEASURED, LayerStats
 
 Array = np.ndarray[Any, Any]
@@ -67,8 +66,8 @@ def compact(stats: LayerStats, loss_scale: float) -> dict[str, Array]:
     }
 
 
-def totals(columns: dict[str, Array], numel: Array, loss_scale: float) -> dict[str, float]:
-    """Return the run-wide scalars of one step from its compact columns; NaN where nothing was measured."""
+def totals(columns: dict[str, Array], numel: Array, loss_scale: float, flushed: Array) -> dict[str, float]:
+    """Return the run-wide scalars of one step from its compact columns and the flushed share a layer; NaN where nothing was measured."""
     on = columns["state"] == MEASURED
     nan = float("nan")
     if not on.any():
@@ -79,12 +78,12 @@ def totals(columns: dict[str, Array], numel: Array, loss_scale: float) -> dict[s
     largest = columns["max_abs"][on].astype(np.float64)
     largest = np.where(infinite[on] > 0, np.inf, largest)
     largest = largest[~np.isnan(largest)]
-    flushed = underflow.estimate(columns, numel)[0][on] * numel[on]
+    lost = flushed[on] * numel[on]
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
         return {
             "grad_norm": float(np.sqrt(columns["sum_squares"][on].sum()) / np.float64(loss_scale)),
             "headroom_bits": float(np.log2(FP16_MAX / largest.max())) if len(largest) else nan,
             "zero_ratio": float(columns["zeros"][on].sum() / elements),
             "nonfinite_layers": float(bad.sum()),
-            "underflow_ratio": float(flushed.sum() / elements),
+            "underflow_ratio": float(lost.sum() / elements),
         }

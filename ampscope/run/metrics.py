@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,17 @@ Columns = dict[str, Array]
 """Columns of the log, [T, L] each."""
 
 UNDERFLOW_COLUMNS = underflow.COLUMNS
+ESTIMATES = ("flushed_estimate", "flushed_low", "flushed_high")
+"""Names under which `compute` adds the estimate to the columns."""
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What the underflow estimate needs beside the columns: of the layers, and of each step."""
+
+    context: underflow.Context
+    loss: Array
+    micro_steps: Array
 
 
 def _grad_norm(c: Columns, scale: Array, numel: Array) -> Array:
@@ -35,14 +47,14 @@ def _share(name: str) -> Callable[[Columns, Array, Array], Array]:
 
 def _underflow(which: int) -> Callable[[Columns, Array, Array], Array]:
     def ratio(c: Columns, scale: Array, numel: Array) -> Array:
-        return underflow.estimate(c, numel)[which]
+        return c[ESTIMATES[which]]
 
     return ratio
 
 
 def _unscaled(c: Columns, scale: Array, numel: Array) -> Array:
     """What was flushed at the scale used would be flushed without it too."""
-    return np.minimum(c["below_unscaled"] / np.maximum(numel, 1) + underflow.estimate(c, numel)[0], 1.0)
+    return np.minimum(c["below_unscaled"] / np.maximum(numel, 1) + c[ESTIMATES[0]], 1.0)
 
 
 def _headroom(c: Columns, scale: Array, numel: Array) -> Array:
@@ -83,7 +95,12 @@ def columns_of(metric: str) -> tuple[str, ...]:
     return needed if metric in UNMASKED else tuple(dict.fromkeys(("state", *needed)))
 
 
-def compute(metric: str, columns: Columns, scale: Array, numel: Array) -> Array:
+def needs_estimate(metric: str) -> bool:
+    """Whether a metric rests on the free underflow estimate, and `compute` wants `steps` for it."""
+    return "lowest" in METRICS[metric][0]
+
+
+def compute(metric: str, columns: Columns, scale: Array, numel: Array, steps: Steps | None = None) -> Array:
     """Return a metric, float32 [T, L]; NaN where the layer had no gradient or was not sampled.
 
     Args:
@@ -91,7 +108,11 @@ def compute(metric: str, columns: Columns, scale: Array, numel: Array) -> Array:
         columns: [T, L] arrays.
         scale: loss scale, float64 [T].
         numel: elements a layer, int64 [L].
+        steps: for metrics where `needs_estimate`.
     """
+    if steps is not None and needs_estimate(metric):
+        found = underflow.estimate(columns, steps.context, scale, steps.loss, steps.micro_steps)
+        columns = {**columns, **dict(zip(ESTIMATES, found, strict=True))}
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         out = METRICS[metric][1](columns, np.asarray(scale, np.float64)[:, None], numel)
         result = np.asarray(out, np.float32).copy() if out.dtype == np.float32 else out.astype(np.float32)

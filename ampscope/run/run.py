@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ampscope.errors import AmpscopeError
+from ampscope.record import underflow
 from ampscope.record.step import NOT_SAMPLED
 from ampscope.run import metrics
 from ampscope.run.core import LayerKey, RunCore, Session, cells
 from ampscope.run.merge import by_series
+from ampscope.run.series import Series
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -54,9 +56,17 @@ class Run(RunCore):
             out = np.full((len(wanted), len(self.now.layers)), np.nan, np.float32)
             for series, to, layers, columns in self.parts(metrics.columns_of(name), rank, wanted):
                 numel = np.array([x.numel for x in series.header.layers] if series.header else [], np.int64)
-                values = metrics.compute(name, columns, scale[wanted[to]], numel)
+                values = metrics.compute(name, columns, scale[wanted[to]], numel, self._steps_for(name, series, rank, wanted[to]))
                 out[cells(to, layers, out.shape[1])] = values
             return out
+
+    def _steps_for(self, metric: str, series: Series, rank: int | None, rows: Array) -> metrics.Steps | None:
+        if not metrics.needs_estimate(metric) or series.header is None:
+            return None
+        header = series.header
+        tables = header.settings.get("tables", ())
+        context = underflow.Context.of(header.layers, self.backward_order, tables, header.gradients == "replicated")
+        return metrics.Steps(context, self.scalar("loss", rank)[rows], self.scalar("micro_steps", rank)[rows])
 
     @property
     def sampled(self) -> Array:
