@@ -104,7 +104,7 @@ class UnderflowProbe(Observer):
                     self._merge(i, nonzero)
                 else:
                     left.append((i, p))
-            if position == 0 and not left:
+            if not position:
                 recorder.observe("probe/k", float(k))
             wanted = left
             if not wanted:
