@@ -82,9 +82,10 @@ class LayerStats:
     @classmethod
     def empty(cls, n: int) -> LayerStats:
         """Return statistics of `n` layers, none sampled."""
-        ints = [np.zeros(n, np.int64) for _ in range(4)]
         return cls(
-            np.zeros(n, np.uint8), *ints, np.zeros(n), np.zeros(n), np.zeros(n, np.uint32),
+            np.zeros(n, np.uint8),
+            np.zeros(n, np.int64), np.zeros(n, np.int64), np.zeros(n, np.int64), np.zeros(n, np.int64),
+            np.zeros(n), np.zeros(n), np.zeros(n, np.uint32),
             np.full(n, -1, np.int64), np.full(n, -1, np.int64),
             np.zeros((n, BINS), np.int64), np.zeros((n, BINS), np.int64),
         )  # fmt: skip

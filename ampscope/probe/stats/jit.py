@@ -6,10 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import numba
+import numba.extending
+
+intrinsic: Callable[[Any], Any] = numba.extending.intrinsic
 
 
 def jit(**options: Any) -> Callable[[Any], Any]:
-    """Return a decorator: compile without the interpreter lock, keep the code on disk where a folder for it can be written."""
+    """Return a decorator: compile to run without the interpreter lock, keep the code on disk where that is possible."""
 
     def decorate(function: Any) -> Any:
         settings = {"nogil": True, "error_model": "numpy", "boundscheck": False, **options}

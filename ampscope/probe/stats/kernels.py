@@ -1,8 +1,8 @@
 """The CPU kernels: compiled by numba, kept in its cache on disk, run without the interpreter lock.
 
-Each reads memory by address (int64) and adds to rows laid out as `rows.py` says. One pass: a block of 4096 elements is read once; its
-exponents, one byte each, stay in L1 and are counted a bin at a time, which needs neither branches nor scattered increments. FP64, and
-what is left of a tensor after whole groups of 64, goes element by element.
+Each reads memory by address (int64) and adds to rows laid out as `rows.py` says. One pass: a block of 4096 elements is
+read once; its exponents, one byte each, stay in L1 and are counted a bin at a time, which needs neither branches nor
+scattered increments. FP64, and what is left of a tensor after whole groups of 64, goes element by element.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MAGNITUDE, _MANTISSA, _INF = np.uint32(0x7FFFFFFF), np.uint32(0x7FFFFF), np.uin
 
 @jit(fastmath={"reassoc", "contract"})
 def _special32(bits: Any, row: Any) -> Any:
-    """Count NaN and inf of a block that holds some, and take the other sums again without them; return the sum of squares."""
+    """Count NaN and inf of a block that holds some, take the other sums without them; return the sum of squares."""
     squares = 0.0
     low, top = np.uint32(0), np.uint32(0)
     nan, inf, negative = np.int32(0), np.int32(0), np.int32(0)
@@ -78,11 +78,9 @@ def _scalar32(bits: Any, row: Any) -> Any:
 
 
 @jit()
-def _block32(
-    address: Any, groups: Any, row: Any, row_address: Any, keys: Any, marks: Any, spare: Any, found: Any
-) -> Any:
+def _block32(address: Any, groups: Any, row: Any, keys: Any, marks: Any, spare: Any, found: Any) -> Any:
     """Count whole groups of 64 FP32 elements; return the sum of squares."""
-    key_address, mark_address = keys.ctypes.data, marks.ctypes.data
+    key_address, mark_address, row_address = keys.ctypes.data, marks.ctypes.data, row.ctypes.data
     squares = split(address, groups, key_address, mark_address, found.ctypes.data)
     row[ZEROS] += found[3]
     row[HISTOGRAM] += found[4]
@@ -123,7 +121,7 @@ def _chunk32(address: Any, n: Any, row: Any, keys: Any, marks: Any, spare: Any, 
     done = 0
     while done < whole:
         groups = min(_GROUPS, whole - done)
-        squares += _block32(address + done * (4 * GROUP), groups, row, row.ctypes.data, keys, marks, spare, found)
+        squares += _block32(address + done * (4 * GROUP), groups, row, keys, marks, spare, found)
         done += groups
     if n > whole * GROUP:
         rest = numba.carray(pointer(address + whole * (4 * GROUP)), (n - whole * GROUP,), np.uint32)
@@ -135,7 +133,8 @@ def _chunk32(address: Any, n: Any, row: Any, keys: Any, marks: Any, spare: Any, 
 def _chunk64(address: Any, n: Any, row: Any, largest: Any) -> Any:
     """Count n FP64 elements; return the sum of squares.
 
-    Exponents clamp to FP32's range; a clamped element is no exact power. Its mantissa is cut to 23 bits, the last of them set if more follow.
+    Exponents clamp to FP32's range; a clamped element is no exact power. The mantissa is cut to 23 bits, the last
+    of them set if more follow.
     """
     bits = numba.carray(pointer(address), (n,), np.uint64)
     values = numba.carray(pointer(address), (n,), np.float64)
@@ -154,7 +153,7 @@ def _chunk64(address: Any, n: Any, row: Any, largest: Any) -> Any:
         exponent = raw - 1023 + 127
         if fraction == 0 and 1 <= exponent <= 254:
             row[EXACT + exponent] += 1
-        row[HISTOGRAM + min(max(exponent, 0), 254)] += 1
+        row[HISTOGRAM + (0 if exponent < 0 else 254 if exponent > 254 else exponent)] += 1
         low |= (fraction >> 29) | np.int64((fraction & 0x1FFFFFFF) != 0)
         squares += values[i] * values[i]
         top = max(top, abs(values[i]))
@@ -165,7 +164,10 @@ def _chunk64(address: Any, n: Any, row: Any, largest: Any) -> Any:
 
 @jit()
 def table(sizes: Any) -> Any:
-    """Return the chunks of tensors of these sizes (int64), [m, 2]: tensor, first element. A tensor may have more than 2^31 elements."""
+    """Return the chunks of tensors of these sizes, [m, 2]: tensor, first element.
+
+    All int64: a tensor may have more than 2^31 elements.
+    """
     m = 0
     for t in range(len(sizes)):
         m += (sizes[t] + CHUNK - 1) // CHUNK
@@ -186,8 +188,11 @@ def work(counter: Any, chunks: Any, addresses: Any, sizes: Any, wide: Any, out: 
     Args:
         counter: address of the int64 that says which chunk is next.
         chunks: what `table` returned.
-        addresses, sizes, wide: int64, int64, bool [n]: where each tensor is, its elements, whether they are FP64.
-        out, largest: this thread's rows, int64 [n, WIDTH] and (FP64 tensors) float64 [n, 1].
+        addresses: int64 [n], where each tensor is.
+        sizes: int64 [n], its elements.
+        wide: bool [n], whether they are FP64.
+        out: this thread's rows, int64 [n, WIDTH].
+        largest: this thread's largest magnitudes of FP64 tensors, float64 [n, 1].
         sums: float64 [m], a sum of squares a chunk, so that the total does not depend on which thread took what.
 
     """
@@ -217,7 +222,7 @@ def join(out: Any, other: Any) -> None:
 
 @jit()
 def finish(out: Any, reals: Any, largest: Any, sums: Any, chunks: Any, sizes: Any, wide: Any) -> None:
-    """Fill `reals` [n, 2] from the rows, from each thread's FP64 maxima [threads, n, 1] and from the sums of the chunks."""
+    """Fill `reals` [n, 2] from the rows, each thread's FP64 maxima [threads, n, 1], and the chunks' sums."""
     for k in range(len(chunks)):
         reals[chunks[k, 0], SQUARES] += sums[k]
     for t in range(len(out)):
@@ -228,8 +233,7 @@ def finish(out: Any, reals: Any, largest: Any, sums: Any, chunks: Any, sizes: An
             for w in range(len(largest)):
                 reals[t, MAX] = max(reals[t, MAX], largest[w, t, 0])
         elif top < np.uint32(0x800000):
-            reals[t, MAX] = (
-                np.float64(out[t, TOP]) * 2.0**-149
-            )  # never by way of an FP32 number: the processor may flush it
+            # Not by way of an FP32 number: the processor may flush it.
+            reals[t, MAX] = np.float64(out[t, TOP]) * 2.0**-149
         else:
             reals[t, MAX] = np.float64(top.view(np.float32))

@@ -1,4 +1,7 @@
-"""All-zero rows and columns of matrices in memory, compiled by numba. A line is left at its first non-zero element: seldom a whole pass."""
+"""All-zero rows and columns of matrices in memory, compiled by numba.
+
+A row or column is left at its first non-zero element, so this is seldom a whole pass.
+"""
 
 from __future__ import annotations
 
@@ -71,13 +74,16 @@ def _zero_cols(bits: Any, magnitude: Any) -> Any:
 
 @jit()
 def lines(counter: Any, todo: Any, addresses: Any, sizes: Any, shapes: Any, wide: Any, out: Any) -> None:
-    """Take tensors in turn and count their all-zero rows and columns into `out`, int64 [n, WIDTH], which holds their zeros already.
+    """Take tensors in turn and count their all-zero rows and columns.
 
     Args:
         counter: address of the int64 that says which entry of `todo` is next.
         todo: int64 [m], tensors with shapes[t, 0] > 0.
-        addresses, sizes, wide: as for `kernels.work`.
+        addresses: as for `kernels.work`.
+        sizes: the same.
         shapes: int64 [n, 2], height and width.
+        wide: as for `kernels.work`.
+        out: int64 [n, WIDTH], which holds the tensors' zeros already.
 
     """
     while True:

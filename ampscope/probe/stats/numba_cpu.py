@@ -1,16 +1,18 @@
 """The CPU backend: numba kernels over a table of pointers, two threads taking small chunks in turn.
 
-numba's own `parallel=True` is no option: its OpenMP layer kills a forked child, its workqueue layer aborts with two threads.
+numba's own `parallel=True` is no option: its OpenMP layer kills a forked child, its workqueue layer aborts with two
+threads.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from ampscope.probe.stats import kernels, rows
@@ -93,9 +95,12 @@ class CpuKernel:
         return ints, reals
 
     def run(
-        self, addresses: Sequence[int], sizes: Sequence[int], heights: Sequence[int], doubles: Sequence[int] = ()
+        self, addresses: npt.ArrayLike, sizes: npt.ArrayLike, heights: npt.ArrayLike, doubles: Sequence[int] = ()
     ) -> tuple[rows.Ints, rows.Reals]:
-        """Return the rows of memory: FP32 numbers (FP64 at the positions `doubles`), [height, size // height] where height is not 0."""
+        """Return the rows of FP32 numbers in memory (FP64 at the positions `doubles`).
+
+        Where the height is not 0 the numbers are a matrix of so many rows.
+        """
         where, size, height = np.array(addresses, np.int64), np.array(sizes, np.int64), np.array(heights, np.int64)
         wide = np.zeros(len(size), np.bool_)
         wide[list(doubles)] = True
@@ -117,7 +122,7 @@ class CpuKernel:
         todo = np.flatnonzero((shapes[:, 0] > 0) & (ints[:, rows.ZEROS] >= 0))
         if len(todo):
             both = 2 if used == 2 and (ints[todo, rows.ZEROS] >= shapes[todo].min(axis=1)).any() else 1
-            self._share(both, lines, lambda w: (todo, addresses, sizes, shapes, wide, ints))
+            self._share(both, lines, lambda _: (todo, addresses, sizes, shapes, wide, ints))
         kernels.finish(ints, reals, largest, sums, chunks, sizes, wide)
         return ints, reals
 
@@ -134,9 +139,20 @@ class CpuKernel:
             self._helper.wait()
 
 
-def warm(kernel: CpuKernel) -> None:
-    """Compile everything, or load it from numba's cache."""
+def stages(kernel: CpuKernel) -> Iterator[Callable[[], object]]:
+    """Yield calls that compile everything, or load it from numba's cache, a few seconds each at most."""
     single, double = np.zeros(2 * kernels.BLOCK + 3, np.float32), np.zeros(4)
-    addresses = [single.ctypes.data, double.ctypes.data]
-    ints, _ = kernel.run(addresses, [single.size, double.size], [single.size, 2], [1])
-    kernels.join(ints, ints)
+    where, sizes, wide = (
+        np.array([single.ctypes.data, double.ctypes.data]),
+        np.array([single.size, 4]),
+        np.array([False, True]),
+    )
+    shapes = np.array([[single.size, 1], [2, 2]])
+    yield lambda: kernels.table(sizes)
+    out = np.zeros((2, 2, rows.WIDTH), np.int64)
+    yield lambda: kernels.join(out[0], out[1])
+    yield lambda: kernels.finish(
+        out[0], np.zeros((2, 2)), np.zeros((2, 2, 1)), np.zeros(2), kernels.table(sizes), sizes, wide
+    )
+    yield lambda: kernel.run(where, sizes, [0, 0], [1])
+    yield lambda: kernel.run(where, sizes, shapes[:, 0], [1])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,8 +26,9 @@ MAX, SQUARES = range(2)
 class Plain(NamedTuple):
     """A gradient as one real strided tensor that is dense in memory, and what that leaves out.
 
-    `tensor` is contiguous up to the order of dimensions behind the first. `height` x `width` is its [shape[0], rest] view, height 0
-    where all-zero rows and columns are not to be counted. `note` is None where the counts of `tensor` are those of the gradient.
+    `tensor` is contiguous up to the order of dimensions behind the first. `height` x `width` is its [shape[0], rest]
+    view, height 0 where all-zero rows and columns are not to be counted. `note` is None where the counts of `tensor`
+    are those of the gradient.
     """
 
     tensor: torch.Tensor
@@ -87,7 +88,7 @@ def is_dense(t: torch.Tensor) -> bool:
 
 
 def _stored(t: torch.Tensor) -> tuple[torch.Tensor, Note, bool]:
-    """Return the stored values of a sparse tensor. Rows and columns can be counted if only the first dimension is sparse."""
+    """Return what a sparse tensor stores, and whether rows and columns can be counted (first dimension sparse)."""
     if t.layout is torch.sparse_coo:
         t = t.coalesce()
         values, lines = t.values(), t.sparse_dim() == 1 and t.dim() >= 2
@@ -133,6 +134,16 @@ def amend(ints: Ints, reals: Reals, notes: Iterable[tuple[int, Note]]) -> None:
             row[ZERO_COLS] = kept[2] * note.repeat_cols
         elif note.rows >= 0:
             row[ZERO_ROWS], row[ZERO_COLS] = note.rows, note.cols
+
+
+def gather(n: int, parts: Iterable[tuple[Sequence[int], Ints, Reals]]) -> tuple[Ints, Reals]:
+    """Put (positions, rows) together: int64 [n, WIDTH] and float64 [n, 2] in the order of the positions 0 to n - 1."""
+    ints, reals = np.zeros((n, WIDTH), np.int64), np.zeros((n, 2))
+    for positions, some, other in parts:
+        if len(positions) == n and all(i == k for k, i in enumerate(positions)):
+            return some, other
+        ints[positions], reals[positions] = some, other
+    return ints, reals
 
 
 def to_stats(ints: Ints, reals: Reals) -> LayerStats:

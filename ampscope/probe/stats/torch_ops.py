@@ -1,4 +1,7 @@
-"""Statistics by torch operations: any device, no synchronisation, several passes over slices of bounded size."""
+"""Statistics by torch operations: any device, no synchronisation, several passes over slices of bounded size.
+
+Small tensors of one shape are stacked, so that a model of hundreds of them does not take thousands of operations.
+"""
 
 from __future__ import annotations
 
@@ -9,57 +12,89 @@ import torch
 from ampscope.probe.stats import rows
 from ampscope.record.step import BINS
 
-SLICE = 1 << 22
-"""Elements looked at together; bounds the memory a huge layer takes beside itself (about 40 bytes an element of a slice)."""
+SLICE = 1 << 20
+"""Elements looked at together; bounds the memory taken beside a huge layer (about 40 bytes an element of a slice)."""
+SMALL = 1 << 16
+"""Elements up to which tensors of one shape are stacked."""
 _PAIRS = 2 * BINS
-"""A pair of bins for each exponent: odd ones count elements without mantissa. Zeros, NaN and inf are bins 1, 510 and 511."""
+"""A pair of bins for each exponent: odd ones count elements without mantissa. Zeros, NaN, inf are bins 1, 510, 511."""
 
 
-def measure(plains: Sequence[rows.Plain]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return [n, WIDTH] int64 and [n, 2] float64 (float32 where the device has no float64) rows on the tensors' device."""
-    device = plains[0].tensor.device
-    wide = torch.float32 if device.type == "mps" else torch.float64
-    ints = torch.zeros((len(plains), rows.WIDTH), dtype=torch.int64, device=device)
-    reals = torch.zeros((len(plains), 2), dtype=wide, device=device)
+def measure(plains: Sequence[rows.Plain]) -> tuple[list[int], torch.Tensor, torch.Tensor]:
+    """Return int64 [n, WIDTH] and float64 [n, 2] rows (float32 where there is no float64) on the tensors' device.
+
+    In front of them stands which of `plains` each row belongs to.
+    """
+    positions: list[int] = []
+    ints, reals = [], []
     with torch.no_grad():
-        for i, p in enumerate(plains):
-            _count(p.tensor, ints[i], reals[i])
-            if p.height:
-                _lines(p, ints[i])
+        for group in _groups(plains):
+            positions += group
+            first = plains[group[0]]
+            matrix = (
+                torch.stack([_flat(plains[i].tensor) for i in group]) if len(group) > 1 else _flat(first.tensor)[None]
+            )
+            row, real = _count(matrix)
+            if first.height:
+                _lines(matrix.view(len(group), first.height, first.width), row)
             else:
-                ints[i, rows.ZERO_ROWS : rows.ZERO_COLS + 1] = -1
-    return ints, reals
+                row[:, rows.ZERO_ROWS : rows.ZERO_COLS + 1] = -1
+            ints.append(row)
+            reals.append(real)
+    return positions, torch.cat(ints), torch.cat(reals)
 
 
-def _slices(t: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the elements of a dense tensor in the order of memory, as FP32 or FP64."""
-    flat = t.as_strided((t.numel(),), (1,))
-    for begin in range(0, t.numel(), SLICE):
-        part = flat[begin : begin + SLICE]
-        yield part if part.dtype in (torch.float32, torch.float64) else part.float()
+def _groups(plains: Sequence[rows.Plain]) -> Iterator[list[int]]:
+    """Yield positions of tensors to be looked at together."""
+    alike: dict[tuple[torch.dtype, int, int], list[int]] = {}
+    for i, p in enumerate(plains):
+        if p.tensor.numel() > SMALL:
+            yield [i]
+        else:
+            alike.setdefault((p.tensor.dtype, p.tensor.numel(), p.height), []).append(i)
+    for (_, numel, _), members in alike.items():
+        some = max(1, SLICE // max(numel, 1))
+        for k in range(0, len(members), some):
+            yield members[k : k + some]
 
 
-def _count(t: torch.Tensor, ints: torch.Tensor, reals: torch.Tensor) -> None:
-    if t.numel() == 0:
-        reals[rows.MAX] = float("nan")
-        return
-    pairs = torch.zeros(_PAIRS, dtype=torch.int64, device=t.device)
-    for part in _slices(t):
+def _flat(t: torch.Tensor) -> torch.Tensor:
+    """Return the elements of a dense tensor in the order of memory."""
+    return t.as_strided((t.numel(),), (1,))
+
+
+def _count(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the rows of the tensors [n, numel]."""
+    n, numel = matrix.shape
+    device = matrix.device
+    ints = torch.zeros((n, rows.WIDTH), dtype=torch.int64, device=device)
+    reals = torch.zeros((n, 2), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
+    pairs = torch.zeros(n * _PAIRS, dtype=torch.int64, device=device)
+    starts = torch.arange(0, n * _PAIRS, _PAIRS, device=device)[:, None]
+    for begin in range(0, numel, max(1, SLICE // n)):
+        part = matrix[:, begin : begin + max(1, SLICE // n)]
+        if part.dtype not in (torch.float32, torch.float64):
+            part = part.float()
         key, mantissa, special = _keys64(part) if part.dtype is torch.float64 else _keys32(part)
-        key = key.long()
-        pairs.scatter_add_(0, key, torch.ones_like(key))
-        ints[rows.POS_INF] += (part == float("inf")).sum()
-        ints[rows.LOW_BITS] |= _or(mantissa.masked_fill(special, 0)).long()
+        index = (key + starts).view(-1)
+        if device.type == "cpu":
+            pairs += torch.bincount(index, minlength=n * _PAIRS)
+        else:  # where it would synchronise
+            pairs.scatter_add_(0, index, torch.ones_like(index))
+        ints[:, rows.POS_INF] += (part == float("inf")).sum(1)
+        ints[:, rows.LOW_BITS] |= _or(mantissa.masked_fill(special, 0)).long()
         finite = part.masked_fill(special, 0).to(reals.dtype)
-        reals[rows.MAX] = torch.maximum(reals[rows.MAX], finite.abs().amax())
-        reals[rows.SQUARES] += finite.square().sum()
-    ints[rows.ZEROS] = pairs[1]
-    ints[rows.NAN] = pairs[_PAIRS - 2]
-    ints[rows.NEG_INF] = pairs[_PAIRS - 1] - ints[rows.POS_INF]
-    ints[rows.HISTOGRAM] = pairs[0]
-    ints[rows.HISTOGRAM + 1 : rows.EXACT - 1] = pairs[2:-2:2] + pairs[3:-2:2]
-    ints[rows.EXACT + 1 : rows.WIDTH - 1] = pairs[3:-2:2]
-    reals[rows.MAX].masked_fill_(pairs[-2:].sum() == t.numel(), float("nan"))
+        reals[:, rows.MAX] = torch.maximum(reals[:, rows.MAX], finite.abs().amax(1))
+        reals[:, rows.SQUARES] += finite.square().sum(1)
+    pairs = pairs.view(n, _PAIRS)
+    ints[:, rows.ZEROS] = pairs[:, 1]
+    ints[:, rows.NAN] = pairs[:, -2]
+    ints[:, rows.NEG_INF] = pairs[:, -1] - ints[:, rows.POS_INF]
+    ints[:, rows.HISTOGRAM] = pairs[:, 0]
+    ints[:, rows.HISTOGRAM + 1 : rows.EXACT - 1] = pairs[:, 2:-2:2] + pairs[:, 3:-2:2]
+    ints[:, rows.EXACT + 1 : rows.WIDTH - 1] = pairs[:, 3:-2:2]
+    reals[:, rows.MAX].masked_fill_(pairs[:, -2:].sum(1) == numel, float("nan"))
+    return ints, reals
 
 
 def _keys32(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -82,20 +117,21 @@ def _keys64(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def _or(values: torch.Tensor) -> torch.Tensor:
-    """Return the OR of all elements by halving (torch has no such reduction)."""
-    while values.numel() > 1:
-        half = values.numel() // 2
-        folded = values[:half] | values[half : 2 * half]
-        values = folded if values.numel() % 2 == 0 else torch.cat([folded, values[-1:]])
-    return values[0]
+    """Return the OR of each row [n, numel] by halving (torch has no such reduction)."""
+    while values.shape[1] > 1:
+        half = values.shape[1] // 2
+        folded = values[:, :half] | values[:, half : 2 * half]
+        values = folded if values.shape[1] % 2 == 0 else torch.cat([folded, values[:, -1:]], 1)
+    return values[:, 0]
 
 
-def _lines(p: rows.Plain, ints: torch.Tensor) -> None:
-    """Count all-zero rows and columns."""
-    matrix = p.tensor.as_strided((p.height, p.width), (p.width, 1))
-    used = torch.zeros(p.width, dtype=torch.bool, device=matrix.device)
-    for some in matrix.split(max(1, SLICE // p.width)):
-        nonzero = some != 0
-        ints[rows.ZERO_ROWS] += (~nonzero.any(1)).sum()
-        used |= nonzero.any(0)
-    ints[rows.ZERO_COLS] = (~used).sum()
+def _lines(stack: torch.Tensor, ints: torch.Tensor) -> None:
+    """Count all-zero rows and columns of the matrices [n, height, width]."""
+    n, height, width = stack.shape
+    used = torch.zeros((n, width), dtype=torch.bool, device=stack.device)
+    some = max(1, SLICE // (n * width))
+    for begin in range(0, height, some):
+        nonzero = stack[:, begin : begin + some] != 0
+        ints[:, rows.ZERO_ROWS] += (~nonzero.any(2)).sum(1)
+        used |= nonzero.any(1)
+    ints[:, rows.ZERO_COLS] = (~used).sum(1)

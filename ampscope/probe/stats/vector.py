@@ -1,7 +1,8 @@
 """Vector instructions for the CPU kernels, as LLVM IR: numba's own loops do not vectorise these.
 
-IR is the same for every processor; LLVM turns 16 elements into AVX-512, AVX2, SSE or NEON instructions as there are. Functions take
-addresses as int64. numba's cache on disk looks at the date of `kernels.py` alone: touch that file after a change here.
+IR is the same for every processor; LLVM turns 16 elements into AVX-512, AVX2, SSE or NEON instructions as there are.
+Functions take addresses as int64. numba's cache on disk looks at the date of the calling file alone: touch `kernels.py`
+after a change here.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from typing import Any
 
 from llvmlite import ir
 from numba.core import cgutils, types
-from numba.extending import intrinsic
+
+from ampscope.probe.stats.jit import intrinsic
 
 WIDTH = 16
 """Elements in a vector."""
@@ -85,9 +87,10 @@ class _Builder:
 def split(_typing: Any, address: Any, groups: Any, keys: Any, marks: Any, result: Any) -> Any:
     """Read groups of 64 FP32 elements; return the sum of their squares in FP64.
 
-    Writes the biased exponent of each to `keys` (uint8), a bit for each finite or infinite non-zero element without mantissa to `marks`
-    (uint64 a group; FP32 subnormals have none set), and six int64 to `result`: OR of the bit patterns, largest magnitude as a bit pattern,
-    least non-zero exponent - 1 (255 if there is none), zeros, FP32 subnormals, bits set in `marks`.
+    Writes the biased exponent of each to `keys` (uint8), a bit for each finite or infinite non-zero element without
+    mantissa to `marks` (uint64 a group; FP32 subnormals have none set), and six int64 to `result`: OR of the bit
+    patterns, largest magnitude as a bit pattern, least non-zero exponent - 1 (255 if there is none), zeros, FP32
+    subnormals, bits set in `marks`.
     """
 
     def build(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
@@ -131,7 +134,7 @@ def split(_typing: Any, address: Any, groups: Any, keys: Any, marks: Any, result
 
 @intrinsic
 def count(_typing: Any, keys: Any, groups: Any, first: Any, bins: Any) -> Any:
-    """Add to the int64 `bins[first : first + LANES]` how many of the uint8 `keys` equal each index. At most 255 groups."""
+    """Add to the int64 `bins[first : first + LANES]` how many uint8 `keys` equal each index. At most 255 groups."""
 
     def build(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         keys, groups, first, bins = args

@@ -1,0 +1,84 @@
+"""Which backend measures the tensors of a device."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ampscope.probe.stats import rows, torch_ops
+from ampscope.probe.stats.parts import Copying, Here, Part
+
+PATIENCE = 3e-8
+"""Seconds an element for which the CPU kernel is waited for: what torch operations would take."""
+
+
+class Backends:
+    """The backends of this process.
+
+    numba is imported, and compiles or loads its code, on a thread of its own; torch operations serve until it is ready.
+    Counts are equal, so nobody notices the change.
+    """
+
+    def __init__(self) -> None:
+        self._kernel: Any = None
+        self._thread: threading.Thread | None = None
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._forked)
+
+    def warm(self, wait: bool = False) -> None:
+        """Begin loading the CPU kernel; with `wait`, return when it is there (or cannot be)."""
+        if self._thread is None:
+            # Not a daemon: one of those inside the compiler when the interpreter ends would abort the process.
+            self._thread = threading.Thread(target=self._load, name="ampscope-warm")
+            if importlib.util.find_spec("numba") is not None:
+                self._thread.start()
+        if wait and self._thread.is_alive():
+            self._thread.join()
+
+    def measure(self, device: torch.device, index: list[int], tensors: Sequence[torch.Tensor]) -> list[Part]:
+        """Start measuring `tensors[i]` for i in `index`, all of them on `device`."""
+        mine = tensors if len(index) == len(tensors) else [tensors[i] for i in index]
+        if device.type == "cpu" and self._cpu_kernel(mine):
+            return [Here(index, *self._kernel.measure(mine))]
+        plains = [rows.plain(t) for t in mine]
+        order, *results = torch_ops.measure(plains)
+        part = Copying([index[i] for i in order], [plains[i] for i in order], *results)
+        return [Here(*part.get())] if device.type == "cpu" else [part]
+
+    def _cpu_kernel(self, tensors: Sequence[torch.Tensor]) -> bool:
+        if self._kernel is None:
+            self.warm()
+            if self._thread is not None and self._thread.is_alive():
+                self._thread.join(PATIENCE * sum(t.numel() for t in tensors))
+        return self._kernel is not None
+
+    def _load(self) -> None:
+        try:
+            from numba.core.errors import NumbaError
+
+            from ampscope.probe.stats import numba_cpu
+        except ImportError:
+            return
+        kernel = numba_cpu.CpuKernel()
+        try:
+            for stage in numba_cpu.stages(kernel):
+                if not threading.main_thread().is_alive():
+                    return
+                stage()
+        except (NumbaError, RuntimeError):  # no compiler for this processor, or switched off: torch operations serve
+            return
+        self._kernel = kernel
+
+    def _forked(self) -> None:
+        """Begin anew in a forked child. Where the parent was still loading, the child stays with torch operations."""
+        if self._kernel is not None:
+            self._kernel.forked()
+
+
+BACKENDS = Backends()
+"""Holds compiled code and the threads that run it, nothing of a watched scaler: one a process."""
