@@ -130,7 +130,7 @@ def audit(
             with _Kept(models):
                 _, grads = _gradients(model, loss_fn, batch, params, float(scale), dtype, device)
             for i, (g, t) in enumerate(zip(grads, truth, strict=True)):
-                if g is None or t is None or not g.numel():
+                if g is None or t is None or not g.size:
                     continue
                 size = np.abs(g)
                 finite = np.isfinite(g)
