@@ -250,13 +250,13 @@ class RunCore:
             extra = {name for s in self.ordered for name in s.extra} - set(SCALARS)
             return [*SCALARS, *sorted(extra)]
 
-    def scalar(self, name: str, rank: int = 0, start: int = 0) -> Array:
-        """Return a scalar, float64 [T - start]; NaN where it was not recorded.
+    def scalar(self, name: str, rank: int = 0, start: int = 0, stop: int | None = None) -> Array:
+        """Return a scalar, float64 [T]; NaN where it was not recorded.
 
         Args:
             name: a name in `scalars`.
             rank: which process.
-            start: only from this position in `steps` on (a reader that follows a long run reads what is new).
+            start, stop: only positions in `steps` from `start` to before `stop` (who follows a long run reads what is new).
 
         Raises:
             AmpscopeError: no such scalar or rank.
@@ -266,13 +266,14 @@ class RunCore:
             series = self.ordered
             if name not in SCALARS and not any(name in s.extra for s in series):
                 raise AmpscopeError(f"no scalar {name!r} in run {self.name!r}; there are {', '.join(self.scalars)}")
-            out = np.full(len(now.steps) - start, np.nan)
-            at = int(np.searchsorted(rows.place, start))  # places ascend
-            which, place, rows_at = rows.series[at:], rows.place[at:], rows.at[at:]
+            stop = len(now.steps) if stop is None else min(stop, len(now.steps))
+            out = np.full(max(stop - start, 0), np.nan)
+            part = slice(*np.searchsorted(rows.place, [start, stop]).tolist())  # places ascend
+            which, place, at = rows.series[part], rows.place[part], rows.at[part]
             for i in np.unique(which).tolist():
                 mine = which == i
-                first = int(rows_at[mine].min())
-                out[place[mine] - start] = series[i].scalar(name, first)[rows_at[mine] - first]
+                first, last = int(at[mine].min()), int(at[mine].max())
+                out[place[mine] - start] = series[i].scalar(name, first, last + 1)[at[mine] - first]
             return out
 
     def check_rank(self, rank: int) -> int:

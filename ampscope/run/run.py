@@ -48,25 +48,47 @@ class Run(RunCore):
         Raises:
             AmpscopeError: no such metric or rank.
         """
-        if name not in metrics.METRICS:
-            raise AmpscopeError(f"no metric {name!r}; there are {', '.join(metrics.METRICS)}")
+        return self.several((name,), rank, rows)[name]
+
+    def several(self, names: Sequence[str], rank: int = 0, rows: RowKey | None = None) -> dict[str, Array]:
+        """Return several layer metrics, float32 [T, L] each: what they share is read and computed once.
+
+        Args:
+            names: names in `metrics`.
+            rank: which process.
+            rows: positions in `steps` (ascending) or a slice of them; default all. Only their batches are read.
+
+        Raises:
+            AmpscopeError: no such metric or rank.
+        """
+        for name in names:
+            if name not in metrics.METRICS:
+                raise AmpscopeError(f"no metric {name!r}; there are {', '.join(metrics.METRICS)}")
         with self._lock:
             wanted = self.wanted(rows)
-            scale = self.scalar("loss_scale", rank)
-            out = np.full((len(wanted), len(self.now.layers)), np.nan, np.float32)
-            for series, to, layers, columns in self.parts(metrics.columns_of(name), rank, wanted):
+            first, stop = (int(wanted[0]), int(wanted[-1]) + 1) if len(wanted) else (0, 0)
+            scale, loss, micro = (self.scalar(n, rank, first, stop)[wanted - first] for n in ("loss_scale", "loss", "micro_steps"))
+            shape = (len(wanted), len(self.now.layers))
+            out = {name: np.full(shape, np.nan, np.float32) for name in names}
+            needed = tuple(dict.fromkeys(c for name in names for c in metrics.columns_of(name)))
+            estimated = any(metrics.needs_estimate(name) for name in names)
+            contexts: dict[int, underflow.Context] = {}
+            for series, to, layers, columns in self.parts(needed, rank, wanted):
                 numel = np.array([x.numel for x in series.header.layers] if series.header else [], np.int64)
-                values = metrics.compute(name, columns, scale[wanted[to]], numel, self._steps_for(name, series, rank, wanted[to]))
-                out[cells(to, layers, out.shape[1])] = values
+                if estimated:
+                    context = contexts.get(id(series)) or contexts.setdefault(id(series), self._context(series))
+                    found = underflow.estimate(columns, context, scale[to], loss[to], micro[to])
+                    columns = {**columns, **dict(zip(metrics.ESTIMATES, found, strict=True))}
+                for name in names:
+                    out[name][cells(to, layers, shape[1])] = metrics.compute(name, columns, scale[to], numel)
             return out
 
-    def _steps_for(self, metric: str, series: Series, rank: int | None, rows: Array) -> metrics.Steps | None:
-        if not metrics.needs_estimate(metric) or series.header is None:
-            return None
+    def _context(self, series: Series) -> underflow.Context:
         header = series.header
+        if header is None:
+            return underflow.Context.of(())
         tables = header.settings.get("tables", ())
-        context = underflow.Context.of(header.layers, self.backward_order, tables, header.gradients == "replicated")
-        return metrics.Steps(context, self.scalar("loss", rank)[rows], self.scalar("micro_steps", rank)[rows])
+        return underflow.Context.of(header.layers, self.backward_order, tables, header.gradients == "replicated")
 
     @property
     def sampled(self) -> Array:

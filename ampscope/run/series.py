@@ -94,18 +94,20 @@ class Series:
         self.steps: Array = np.concatenate([b.steps for b in self.blocks]) if self.blocks else none
         self.events = [e for b in self.blocks for _, e in b.events]
 
-    def scalar(self, name: str, first: int = 0) -> Array:
-        """Return a scalar, float64 [rows - first], of the rows from `first` on; NaN where it was not recorded."""
-        skipped = max(0, int(np.searchsorted(self._starts, first, "right")) - 1)
-        begin = int(self._starts[skipped]) if first else 0
-        out = np.full(len(self.steps) - begin, np.nan)
-        for start, block in zip((self._starts[skipped:] - begin).tolist(), self.blocks[skipped:], strict=False):
+    def scalar(self, name: str, first: int = 0, stop: int | None = None) -> Array:
+        """Return a scalar of the rows from `first` to before `stop`, float64 [stop - first]; NaN where it was not recorded."""
+        stop = len(self.steps) if stop is None else stop
+        a = max(0, int(np.searchsorted(self._starts, first, "right")) - 1)
+        b = int(np.searchsorted(self._starts, stop, "left"))
+        begin, end = int(self._starts[min(a, len(self._starts) - 1)]), int(self._starts[min(b, len(self._starts) - 1)])
+        out = np.full(end - begin, np.nan)
+        for start, block in zip((self._starts[a:b] - begin).tolist(), self.blocks[a:b], strict=False):
             if name in block.scalars:
                 out[start : start + len(block.rows)] = block.scalars[name]
             elif name in block.extra:
                 where, found = block.extra[name]
                 out[start + where] = found
-        return out[first - begin :]
+        return out[first - begin : stop - begin]
 
     @property
     def extra(self) -> set[str]:
