@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ampscope.record.step import MEASURED, NO_GRADIENT, Event, Layer
-from ampscope.run import metrics as derived
 from ampscope.run.run import Run
 
 from .decimate import POINTS, bucket_edges, window
@@ -27,8 +26,6 @@ CHUNK = 32 * BLOCK
 """Rows read at a time by a scan: about one batch, so that viewers wait for it no longer than some 50 ms."""
 RAW_CELLS = 400_000
 """Windows of up to this many cells (rows × layers) are read from the log itself, longer ones from the summaries."""
-RAW_ROWS = 8_192
-"""The same for one layer alone, in rows."""
 SMALL = 1_500_000
 """Cells up to which a summary is made at once rather than in the background: about 0.3 s."""
 RAW_HISTOGRAM_ROWS = 32_768
@@ -296,16 +293,14 @@ class Source:
         if rows.stop <= rows.start:
             empty = {name: np.zeros((0, len(self.layers)), np.float32) for name in names}
             return empty | ({"flags": np.zeros((0, len(self.layers)), np.uint8)} if family == "flags" else {})
-        needed = tuple(dict.fromkeys(c for name in names for c in derived.columns_of(name)))
-        columns = self.run.columns(needed, rank, rows)
-        scale = self.values("loss_scale", rank)[rows]
-        numel = np.array([layer.numel for layer in self.layers], np.int64)
-        out = {name: derived.compute(name, columns, scale, numel) for name in names}
-        if family == "flags":
-            state = columns["state"]
-            flags = (state == MEASURED) * np.uint8(WAS_MEASURED) + (state == NO_GRADIENT) * np.uint8(HAD_NO_GRADIENT)
-            out["flags"] = (flags + (out["nonfinite_count"] > 0) * np.uint8(WAS_NONFINITE)).astype(np.uint8)
-        return out
+        if family != "flags":
+            return self.run.several(names, rank, rows)
+        columns = self.run.columns(("state", "nan", "pos_inf", "neg_inf"), rank, rows)
+        state = columns["state"]
+        bad = columns["nan"] + columns["pos_inf"] + columns["neg_inf"]
+        flags = (state == MEASURED) * np.uint8(WAS_MEASURED) + (state == NO_GRADIENT) * np.uint8(HAD_NO_GRADIENT)
+        flags = (flags + (bad > 0) * np.uint8(WAS_NONFINITE)).astype(np.uint8)
+        return {"flags": flags, "nonfinite_count": np.where(state == MEASURED, bad, np.nan).astype(np.float32)}
 
     def _over_elements(self, table: Array) -> Array:
         """Return the mean of a share over all elements that have one, float64 [n]."""
@@ -387,15 +382,11 @@ class Source:
     ) -> tuple[Array, dict[str, Array]] | None:
         """Return (steps [n], {metric: float32 [n]}) of one layer, every metric, read from the log; None if there is too much."""
         part = self._inside(low, high)
-        if part.stop - part.start > RAW_ROWS:
+        if (part.stop - part.start) * max(1, len(self.layers)) > RAW_CELLS:
             return None
-        if part.stop <= part.start:
-            return self._steps[part], {name: np.zeros(0, np.float32) for name in FAMILY}
-        needed = tuple(dict.fromkeys(c for name in FAMILY for c in derived.columns_of(name)))
-        columns = self.cached(("columns", rank, part.start, part.stop), lambda: self.run.columns(needed, rank, part))
-        mine = {name: values[:, layer : layer + 1] for name, values in columns.items()}
-        scale, numel = self.values("loss_scale", rank)[part], np.array([self.layers[layer].numel], np.int64)
-        return self._steps[part], {name: derived.compute(name, mine, scale, numel)[:, 0] for name in FAMILY}
+        names = tuple(name for family in FAMILIES.values() for name in family)
+        found = self.cached(("several", rank, part.start, part.stop), lambda: self.run.several(names, rank, part))
+        return self._steps[part], {name: values[:, layer] for name, values in found.items()}
 
     def exponents(self, layer: int, rank: int, low: float | None, high: float | None) -> Histograms:
         """Return a layer's histograms within [low, high], joined or thinned where the run is long."""

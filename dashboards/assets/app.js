@@ -105,6 +105,10 @@
         props("tab-" + name, { "aria-selected": name === view.tab ? "true" : "false" });
       }
     }
+    if (force || view.layer !== before.layer) {
+      props("layer-curves", { hidden: !view.layer });
+      props("layer-picture", { hidden: !view.layer });
+    }
     if (force || view.theme !== before.theme) paintTheme();
     if (force || view.follow !== before.follow) props("follow", { "aria-pressed": view.follow ? "true" : "false" });
     for (const key of CONTROLS) {

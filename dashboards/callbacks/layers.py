@@ -51,7 +51,7 @@ def answer(store: RunStore, data: Any, have: Any) -> tuple[Any, ...]:
     if view.rows and view.values.shape[1]:
         figure = figures.figure(
             view, ask.theme, f"{ask.run}/{rank}/{metric}/{ask.text('order')}", ask.span,
-            selected=ask.text("layer"), label=16 if ask.narrow else 36, mark=ask.mark,
+            selected=ask.text("layer"), mark=ask.mark, narrow=ask.narrow,
         )  # fmt: skip
     else:
         figure = message(ask.theme, "No layer matches." if not view.matched else "Nothing was recorded in these steps.")
@@ -153,7 +153,7 @@ def detail(store: RunStore, data: Any, have: Any) -> tuple[Any, ...]:
         pictures, words, title = (empty, empty), "", ""
     else:
         pictures = (
-            layer_figures.exponents(picture, ask.theme, f"{revision}/{grad}", mark=ask.mark),
+            layer_figures.exponents(picture, ask.theme, f"{revision}/{grad}", mark=ask.mark, narrow=ask.narrow),
             layer_figures.histogram(picture, ask.theme, f"{revision}/{grad}"),
         )
         words = (
@@ -161,7 +161,7 @@ def detail(store: RunStore, data: Any, have: Any) -> tuple[Any, ...]:
         )
         title = f"Step {int(picture.steps[-1]):,}"
     return (
-        sender.figure("lines", layer_figures.lines(lines, ask.theme, revision, mark=ask.mark)),
+        sender.figure("lines", layer_figures.lines(lines, ask.theme, revision, mark=ask.mark, narrow=ask.narrow)),
         sender.figure("picture", pictures[0]),
         sender.figure("bars", pictures[1]),
         sender.part("about", about, about),

@@ -86,6 +86,7 @@ def poll(store: RunStore, beat: Any, have: Any) -> tuple[Any, ...]:
         sender.part("runs-compared", keys, options),
         sender.part("blank", repr(blank_part), blank_part),
         sender.part("blank-hidden", hidden, hidden),
+        sender.part("panels-hidden", not hidden, not hidden),
         sender.part("trouble", said, [html.Span(line) for line in said]),
         sender.part("trouble-hidden", not said, not said),
         pick,
@@ -160,7 +161,7 @@ def register(app: Dash, store: RunStore) -> None:
 
     app.callback(
         Output("version", "data"), Output("status", "data"), Output("run", "options"), Output("rank", "options"),
-        Output("cmp", "options"), Output("blank", "children"), Output("blank", "hidden"), Output("trouble", "children"),
+        Output("cmp", "options"), Output("blank", "children"), Output("blank", "hidden"), Output("panels", "hidden"), Output("trouble", "children"),
         Output("trouble", "hidden"), Output("run", "value"), Output("rank-box", "hidden"), Output("have-poll", "data"),
         Input("beat", "data"), State("have-poll", "data"),
         running=[(Output("tick", "disabled"), True, False)], prevent_initial_call=True,

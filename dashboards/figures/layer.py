@@ -11,7 +11,7 @@ from ampscope.analysis import formats
 
 from ..views.layer import Exponents, LayerLines
 from . import encode
-from .metrics import Style, bar_ticks, colorscale
+from .metrics import Style, bar_trace, colorscale
 from .stack import Line, Panel, cursor, stacked
 from .theme import PALETTES, Figure, Palette, Theme, layout
 
@@ -35,7 +35,7 @@ FORMATS = {
 SHARES = Style("Share of elements", "of this layer in the binade", 1e-6, 1.0, share=True)
 
 
-def lines(view: LayerLines, theme: Theme, revision: str, *, mark: float | None = None) -> Figure:
+def lines(view: LayerLines, theme: Theme, revision: str, *, mark: float | None = None, narrow: bool = False) -> Figure:
     """Return the layer's curves, stacked on one x axis."""
     p, c = PALETTES[theme], view.curves
     norm, peak, u, low, high = (
@@ -50,12 +50,14 @@ def lines(view: LayerLines, theme: Theme, revision: str, *, mark: float | None =
     panels = [
         Panel(
             "How large are its gradients? (unscaled)",
-            [Line("norm", norm.x, norm.y, p.line), Line("largest element", peak.x, peak.y, p.skip)],
+            short="How large are its gradients?",
+            lines=[Line("norm", norm.x, norm.y, p.line), Line("largest element", peak.x, peak.y, p.skip)],
             scale="log10", bad_x=norm.bad_x, bad_kind=norm.bad_kind,
         ),
         Panel(
             "How much of it does FP16 flush to zero?",
-            [
+            short="What does FP16 flush to zero?",
+            lines=[
                 Line("at least", low.x[both], low.y[both], p.line, width=0),
                 Line("at most", high.x[both], high.y[both], p.line, width=0, fill=p.band),
                 Line("underflow", u.x, u.y, p.line),
@@ -65,7 +67,8 @@ def lines(view: LayerLines, theme: Theme, revision: str, *, mark: float | None =
         ),
         Panel(
             "How much is zero, or kept with fewer bits?",
-            [Line("zeros", zero.x, zero.y, p.line), Line("subnormal", sub.x, sub.y, p.skip)],
+            short="What is zero, or loses bits?",
+            lines=[Line("zeros", zero.x, zero.y, p.line), Line("subnormal", sub.x, sub.y, p.skip)],
             scale="share",
         ),
         Panel("How far is it from overflow? (bits)", [Line("headroom", room.x, room.y, p.line)], bad_x=room.bad_x, bad_kind=room.bad_kind),
@@ -74,10 +77,14 @@ def lines(view: LayerLines, theme: Theme, revision: str, *, mark: float | None =
             [Line("weight norm", weight.x[weights], weight.y[weights], p.line, mode="lines+markers", size=4)],
         ),
     ]  # fmt: skip
-    return stacked(panels, theme, revision, x_range=view.span.pair, breaks=view.sessions, height=120, mark=mark)
+    return stacked(
+        panels, theme, revision, x_range=view.span.pair, breaks=view.sessions, height=120, mark=mark, narrow=narrow
+    )
 
 
-def exponents(view: Exponents, theme: Theme, revision: str, *, mark: float | None = None) -> Figure:
+def exponents(
+    view: Exponents, theme: Theme, revision: str, *, mark: float | None = None, narrow: bool = False
+) -> Figure:
     """Return binade × step: colour is the share of the layer's elements, lines are the limits of the formats."""
     p = PALETTES[theme]
     bins = np.arange(view.first, view.first + view.share.shape[1] + 1)
@@ -105,11 +112,11 @@ def exponents(view: Exponents, theme: Theme, revision: str, *, mark: float | Non
         },
     }  # fmt: skip
     return {
-        "data": [heat, *_zone(view, p, bottom), *_limits(view, p, bottom, top), _bar(p)],
+        "data": [heat, *_zone(view, p, bottom), *_limits(view, p, bottom, top), bar_trace(SHARES, p.muted, narrow)],
         "layout": layout(
-            theme, revision, xaxis=x, height=440, hovermode="closest", margin={"l": 64, "r": 92, "t": 46, "b": 46},
+            theme, revision, xaxis=x, height=440, hovermode="closest", margin={"l": 52 if narrow else 64, "r": 60 if narrow else 92, "t": 46, "b": 46},
             yaxis={"range": [bottom, top + 0.5], "tickvals": ticks, "ticktext": [f"2^{t}" for t in ticks], "title": {"text": ""}},
-            annotations=_names(view, p, bottom, top), shapes=cursor(mark, p),
+            annotations=_names(view, p, bottom, top, narrow), shapes=cursor(mark, p),
         ),
     }  # fmt: skip
 
@@ -146,13 +153,13 @@ def _limits(view: Exponents, p: Palette, bottom: int, top: int) -> list[dict[str
     return out
 
 
-def _names(view: Exponents, p: Palette, bottom: int, top: int) -> list[dict[str, Any]]:
+def _names(view: Exponents, p: Palette, bottom: int, top: int, narrow: bool) -> list[dict[str, Any]]:
     """Return the limits' names at the right edge; names of equal limits share a line of text."""
     short = {"fp16": "FP16", "bf16": "BF16", "fp8_e4m3": "E4M3", "fp8_e5m2": "E5M2"}
     words = {0: "max", 1: "normal", 2: "zero"}
     at: dict[float, list[str]] = {}
     for key, limits in FORMATS.items():
-        for k, (exponent, _) in enumerate(_lines_of(limits)):
+        for k, (exponent, _) in enumerate(_lines_of(limits) if key == "fp16" or not narrow else []):
             _, y = _at(view, exponent)
             if y and bottom <= y[-1] <= top + 1:
                 at.setdefault(round(y[-1]), []).append(f"{short[key]} {words[k]}")
@@ -161,19 +168,6 @@ def _names(view: Exponents, p: Palette, bottom: int, top: int) -> list[dict[str,
          "align": "left", "font": {"size": 9, "color": p.muted}}
         for y, names in at.items()
     ]  # fmt: skip
-
-
-def _bar(p: Palette) -> dict[str, Any]:
-    values, texts, low, high = bar_ticks(SHARES)
-    bar = {
-        "orientation": "h", "thickness": 10, "len": 0.6, "x": 0, "xanchor": "left", "y": 1.02, "yanchor": "bottom", "ypad": 4,
-        "tickvals": values, "ticktext": texts, "outlinewidth": 0, "tickfont": {"size": 10, "color": p.muted}, "ticks": "",
-    }  # fmt: skip
-    marker = {
-        "color": [low], "cmin": low, "cmax": high, "opacity": 0, "showscale": True, "colorbar": bar,
-        "colorscale": colorscale(Style("", "", 0, 1, log=False)),
-    }  # fmt: skip
-    return {"type": "scatter", "mode": "markers", "x": [None], "y": [None], "hoverinfo": "skip", "marker": marker}
 
 
 def histogram(view: Exponents, theme: Theme, revision: str, column: int = -1) -> Figure:
@@ -208,8 +202,8 @@ def histogram(view: Exponents, theme: Theme, revision: str, column: int = -1) ->
     ]
     notes = [
         {"x": v - shift, "xref": "x", "y": 1, "yref": "paper", "yanchor": "bottom", "text": w, "showarrow": False,
-         "font": {"size": 10, "color": p.muted}}
-        for v, w in ((fp16.top, "overflows"), (fp16.normal, "loses bits"), (fp16.flush, "zero"))
+         "xanchor": anchor, "font": {"size": 10, "color": p.muted}}
+        for v, w, anchor in ((fp16.top, "overflows", "right"), (fp16.normal, "loses bits", "center"), (fp16.flush, "zero", "left"))
     ]  # fmt: skip
     return {
         "data": [bars],

@@ -9,7 +9,7 @@ import numpy as np
 from ..views.layers import ABSENT, NONFINITE, UNBOUNDED, UNSAMPLED, VALUE, LayerMap
 from ..views.common import Range
 from . import encode
-from .metrics import STYLES, Style, bar_ticks, colorscale
+from .metrics import STYLES, Style, bar_trace, colorscale
 from .stack import cursor
 from .theme import PALETTES, Figure, Palette, Theme, layout
 
@@ -31,8 +31,8 @@ def figure(
     span: Range,
     *,
     selected: str = "",
-    label: int = 34,
     mark: float | None = None,
+    narrow: bool = False,
 ) -> Figure:
     """Return the heatmap; row 0 is at the top.
 
@@ -42,8 +42,8 @@ def figure(
         revision: see `theme.layout`.
         span: the range of steps asked for.
         selected: key of the row to point out.
-        label: most characters of a row's label.
         mark: the chosen step.
+        narrow: for a phone.
     """
     p, style = PALETTES[theme], STYLES[view.metric]
     rows = len(view.rows)
@@ -54,7 +54,7 @@ def figure(
     axis_y = {
         "type": "category", "categoryorder": "array", "categoryarray": shown_as, "autorange": "reversed", "fixedrange": rows <= 8,
         "tickmode": "array", "tickvals": [shown_as[i] for i in shown], "ticks": "", "showgrid": False,
-        "ticktext": [_label(view.rows[i].label, view.rows[i].key == selected, label) for i in shown], "tickfont": {"size": 11},
+        "ticktext": [_label(view.rows[i].label, view.rows[i].key == selected, 16 if narrow else 36) for i in shown], "tickfont": {"size": 11},
     }  # fmt: skip
     axis_x: dict[str, Any] = {
         "title": {"text": "step"},
@@ -64,7 +64,7 @@ def figure(
     }
     axis_x |= {"range": span.pair, "autorange": False} if span.pair else {"autorange": True}
     return {
-        "data": [_values(view, style, shown_as), _overlay(view, p, shown_as), _crosses(view, p, shown_as), _bar(style, p)],
+        "data": [_values(view, style, shown_as), _overlay(view, p, shown_as), _crosses(view, p, shown_as), bar_trace(style, p.muted, narrow)],
         "layout": layout(
             theme, revision, xaxis=axis_x, yaxis=axis_y, height=height, hovermode="closest", clickmode="event",
             margin={"l": 24, "r": 8, "t": 30, "b": 46}, plot_bgcolor=p.surface, shapes=cursor(mark, p),
@@ -117,26 +117,6 @@ def _crosses(view: LayerMap, p: Palette, names: list[str]) -> dict[str, Any]:
         "type": "scatter", "mode": "markers", "x": encode.array(middle[columns]), "y": [names[r] for r in rows.tolist()],
         "hoverinfo": "skip", "marker": {"symbol": "x-thin", "size": 7, "line": {"color": p.surface, "width": 1.5}},
     }  # fmt: skip
-
-
-def _bar(style: Style, p: Palette) -> dict[str, Any]:
-    """Return a trace without points whose colour bar is that of the heatmap, evenly spaced in the metric's own way."""
-    values, texts, low, high = bar_ticks(style)
-    even = colorscale(Style(style.title, style.hint, 0, 1, log=False, reverse=style.reverse))
-    bar = {
-        "orientation": "h", "thickness": 10, "len": 0.6, "x": 0, "xanchor": "left", "y": 1.0, "yanchor": "bottom", "ypad": 4,
-        "tickvals": values, "ticktext": texts, "outlinewidth": 0, "tickfont": {"size": 10, "color": p.muted}, "ticks": "",
-    }  # fmt: skip
-    marker = {
-        "color": [low],
-        "cmin": low,
-        "cmax": high,
-        "colorscale": even,
-        "showscale": True,
-        "colorbar": bar,
-        "opacity": 0,
-    }
-    return {"type": "scatter", "mode": "markers", "x": [None], "y": [None], "hoverinfo": "skip", "marker": marker}
 
 
 def _label(name: str, selected: bool, width: int) -> str:

@@ -80,3 +80,32 @@ def _mix(t: float) -> str:
     f = place - i
     parts = [round(int(a[k : k + 2], 16) * (1 - f) + int(b[k : k + 2], 16) * f) for k in (1, 3, 5)]
     return "#" + "".join(f"{p:02x}" for p in parts)
+
+
+def bar_trace(style: Style, muted: str, narrow: bool = False) -> dict[str, object]:
+    """Return a trace without points whose colour bar is that of a heatmap in `colorscale`, evenly spaced in its own way.
+
+    Args:
+        style: of the metric.
+        muted: colour of the ticks' texts.
+        narrow: for a phone: the whole width, and every other tick.
+    """
+    values, texts, low, high = bar_ticks(style)
+    if narrow:
+        values, texts = values[::2], texts[::2]
+    even = colorscale(Style(style.title, style.hint, 0, 1, log=False, reverse=style.reverse))
+    bar = {
+        "orientation": "h", "thickness": 10, "len": 1.0 if narrow else 0.6, "x": 0, "xanchor": "left", "y": 1.02,
+        "yanchor": "bottom", "ypad": 4, "tickvals": values, "ticktext": texts, "outlinewidth": 0, "tickangle": 0,
+        "tickfont": {"size": 10, "color": muted}, "ticks": "",
+    }  # fmt: skip
+    marker = {
+        "color": [low],
+        "cmin": low,
+        "cmax": high,
+        "colorscale": even,
+        "showscale": True,
+        "colorbar": bar,
+        "opacity": 0,
+    }
+    return {"type": "scatter", "mode": "markers", "x": [None], "y": [None], "hoverinfo": "skip", "marker": marker}

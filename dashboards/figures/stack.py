@@ -202,6 +202,8 @@ def _axis(panel: Panel, domain: list[float]) -> dict[str, Any]:
         axis.pop("tickformat")
     elif panel.scale == "share":
         axis |= {"tickformat": ".3~p", "rangemode": "tozero"}
+        if all(not np.any(v[np.isfinite(v)]) for v in values):
+            axis |= {"range": [0, 0.01], "autorange": False}  # plotly would show 0 to 100 %
     if panel.suffix:
         axis["ticksuffix"] = panel.suffix
     return axis | panel.ticks

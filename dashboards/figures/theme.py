@@ -123,3 +123,11 @@ def message(theme: Theme, text: str) -> Figure:
     note = {"text": text, "x": 0.5, "y": 0.5, "xref": "paper", "yref": "paper", "showarrow": False}
     note["font"] = {"color": PALETTES[theme].muted, "size": 14}
     return {"data": [], "layout": layout(theme, "message", xaxis=hidden, yaxis=hidden, annotations=[note], height=220)}
+
+
+def waiting() -> Figure:
+    """Return the chart of a page whose theme the server does not know yet: clear, and grey enough for both."""
+    figure = message("light", "Loading …")
+    figure["layout"] |= {"paper_bgcolor": "rgba(0,0,0,0)", "plot_bgcolor": "rgba(0,0,0,0)"}
+    figure["layout"]["annotations"][0]["font"] = {"color": "#76808b", "size": 14}
+    return figure

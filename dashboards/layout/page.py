@@ -66,14 +66,17 @@ def page(options: list[dict[str, str]], run: str | None) -> html.Div:
             html.Main(
                 [
                     html.Div(id="blank", hidden=bool(options)),
-                    *[
-                        html.Div(
-                            _panel(name, options),
-                            id=f"panel-{name}", className="panel", role="tabpanel", hidden=name != "overview",
-                            **{"aria-labelledby": f"tab-{name}"},
-                        )
-                        for name, _ in TABS
-                    ],
+                    html.Div(
+                        [
+                            html.Div(
+                                _panel(name, options),
+                                id=f"panel-{name}", className="panel", role="tabpanel", hidden=name != "overview",
+                                **{"aria-labelledby": f"tab-{name}"},
+                            )
+                            for name, _ in TABS
+                        ],
+                        id="panels", hidden=not options,
+                    ),
                 ],
                 id="main", tabIndex="-1",
             ),

@@ -58,27 +58,31 @@ def layers() -> list[Any]:
                     ],
                     className="controls",
                 ),
-                html.P(id="layer-note", className="note"),
-                graph("layer-lines", "Curves of the chosen layer"),
+                html.P("Click a row of the heatmap, or choose one here.", id="layer-note", className="note"),
+                html.Div(graph("layer-lines", "Curves of the chosen layer"), id="layer-curves", hidden=True),
                 id="layer-card",
             ),
-            card(
-                "Where do its gradients lie in FP16?",
-                "Each column is a histogram of magnitudes; colour is the share of the layer's elements. What lies in the red zone "
-                "becomes zero, what crosses the upper line overflows.",
-                html.Div(
-                    [
-                        field(
-                            "Gradients",
-                            choice("grad", [("scaled", "scaled, as FP16 holds them"), ("true", "true")], "scaled"),
-                        )
-                    ],
-                    className="controls",
+            html.Div(
+                card(
+                    "Where do its gradients lie in FP16?",
+                    "Each column is a histogram of magnitudes; colour is the share of the layer's elements. What lies in the red zone "
+                    "becomes zero, what crosses the upper line overflows.",
+                    html.Div(
+                        [
+                            field(
+                                "Gradients",
+                                choice("grad", [("scaled", "scaled, as FP16 holds them"), ("true", "true")], "scaled"),
+                            )
+                        ],
+                        className="controls",
+                    ),
+                    html.P(id="exponents-note", className="note"),
+                    graph("layer-exponents", "Exponents of the chosen layer over time"),
+                    html.H3("The step under the cursor", id="histogram-title"),
+                    graph("layer-histogram", "Histogram of exponents at one step"),
                 ),
-                html.P(id="exponents-note", className="note"),
-                graph("layer-exponents", "Exponents of the chosen layer over time"),
-                html.H3("The step under the cursor", id="histogram-title"),
-                graph("layer-histogram", "Histogram of exponents at one step"),
+                id="layer-picture",
+                hidden=True,
             ),
         ],
         id="layer-detail",

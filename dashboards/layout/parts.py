@@ -6,7 +6,7 @@ from typing import Any
 
 from dash import dcc, html
 
-from ..figures.theme import CONFIG, message
+from ..figures.theme import CONFIG, waiting
 
 
 def card(title: str, hint: str, *children: Any, id: str = "", className: str = "") -> html.Section:
@@ -18,7 +18,7 @@ def card(title: str, hint: str, *children: Any, id: str = "", className: str = "
 
 def graph(id: str, label: str) -> html.Div:
     """Return a chart that is empty until the server answers."""
-    chart = dcc.Graph(id=id, figure=message("light", "Loading …"), config=CONFIG, className="chart")
+    chart = dcc.Graph(id=id, figure=waiting(), config=CONFIG, className="chart")
     return html.Div(chart, role="group", className="chart-box", **{"aria-label": label})
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from ampscope.record.step import Event
 
 from ..source import Source
-from .common import power
+from .common import number, power
 from .layers import Query
 
 PAGE = 50
@@ -137,9 +138,17 @@ def facts(event: Event) -> list[tuple[str, str]]:
         ("step", f"{event.step:,}"), ("kind", event.kind), ("phase", "" if event.phase == "none" else event.phase), ("layers", layers),
         ("op", event.op), ("where", event.where), ("rank", str(event.rank)), ("message", event.message),
     ]  # fmt: skip
-    pairs += [
-        (str(k), str(v)[:400])
-        for k, v in event.data.items()
-        if k not in ("topic", "layers") and v not in ("", None, [], {})
-    ]
+    for name, value in event.data.items():
+        if name not in ("topic", "layers") and value not in ("", None, False, [], {}):
+            pairs.append((name.replace("_", " "), _fact(value)))
     return [(name, value) for name, value in pairs if value]
+
+
+def _fact(value: Any) -> str:
+    if value is True:
+        return "yes"
+    if isinstance(value, float):
+        return number(value)
+    if isinstance(value, list) and all(isinstance(v, str) for v in value):
+        return ", ".join(value[:12]) + (f" and {len(value) - 12} more" if len(value) > 12 else "")
+    return str(value)[:400]
