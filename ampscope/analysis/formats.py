@@ -1,7 +1,8 @@
 """The number formats gradients are cast to, as the limits that decide an element's fate.
 
-Sources: IEEE 754-2008 (binary16, round to nearest, ties to even); Micikevicius et al., "FP8 Formats for Deep Learning" (2022) for
-E4M3 and E5M2; BF16 is FP32 cut to 8 bits of significand. tests/test_formats.py holds each number against torch's casts.
+Sources: IEEE 754-2008 (binary16, round to nearest, ties to even); Micikevicius et al., "FP8 Formats for Deep Learning"
+    (2022) for E4M3 and E5M2; BF16 is FP32 cut to 8 bits of significand. tests/test_formats.py holds each number against
+    torch's casts.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from ampscope.errors import AmpscopeError
 class Format:
     """A binary floating-point format under round-to-nearest-even.
 
-    Every limit is a magnitude |x|. The three at the low end are powers of two, so an exponent histogram decides them exactly.
+    Every limit is a magnitude |x|. The three at the low end are powers of two, so an exponent histogram decides them
+    exactly.
     """
 
     name: str
@@ -34,7 +36,9 @@ class Format:
     overflow: float
     """Where rounding leaves the range: half a unit above `max`."""
     overflow_ties: bool
-    """Whether |x| == `overflow` leaves it too (a tie goes to the even neighbour; E4M3 has none above, and stays at `max`)."""
+    """Whether |x| == `overflow` leaves it too (a tie goes to the even neighbour; E4M3 has none above, and stays at
+    `max`).
+    """
 
     @property
     def min_normal(self) -> float:
@@ -53,7 +57,9 @@ class Format:
 
     @property
     def flush_limit(self) -> float:
-        """Half the smallest subnormal: 0 < |x| <= `flush_limit` becomes zero (the tie at the limit goes to zero, which is even)."""
+        """Half the smallest subnormal: 0 < |x| <= `flush_limit` becomes zero (the tie at the limit goes to zero, which
+        is even).
+        """
         return float(2.0**self.flush_exponent)
 
     def flushes(self, x: npt.ArrayLike) -> npt.NDArray[np.bool_]:
@@ -85,7 +91,8 @@ _ALIASES = {f.dtype: f for f in FORMATS.values()} | {
 
 
 def find(name: object) -> Format:
-    """Return a format by its name ("fp16", "bf16", "fp8_e4m3", "fp8_e5m2"), torch's name of it, a torch dtype, or itself.
+    """Return a format by its name ("fp16", "bf16", "fp8_e4m3", "fp8_e5m2"), torch's name of it, a torch dtype, or
+    itself.
 
     Raises:
         AmpscopeError: it is none of these.

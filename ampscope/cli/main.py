@@ -60,8 +60,8 @@ def main(argv: list[str] | None = None) -> int:
         argv: arguments without the program's name; None takes those of the process.
 
     Returns:
-        0 if all is well; 2 for unusable input (one line on stderr says which); 130 after Ctrl-C, 141 where the reader of a
-        pipe left; otherwise what the command returns.
+        0 if all is well; 2 for unusable input (one line on stderr says which); 130 after Ctrl-C, 141 where the reader
+        of a pipe left; otherwise what the command returns.
     """
     try:
         status = cli.main(args=argv, prog_name="ampscope", standalone_mode=False)
