@@ -171,13 +171,19 @@ def _enter(path: Path, rank: int, key: str | None, step: int | None) -> RunClaim
         file.truncate(0)
         file.write(json.dumps(book).encode())
         file.flush()
-    first = step
-    if first is None:
-        known = earlier(path, session)["step"] if session else ()
-        first = int(known[-1]) + 1 if len(known) else 0
-    claimed = RunClaim(path, path.name, session, rank, first, session > 0, lock)
+    claimed = RunClaim(path, path.name, session, rank, 0, session > 0, lock)
+    try:
+        claimed.first_step = _next_step(path, session) if step is None else step
+    except BaseException:
+        claimed.release()
+        raise
     _claims.add(claimed)
     return claimed
+
+
+def _next_step(path: Path, session: int) -> int:
+    known = earlier(path, session)["step"] if session else ()
+    return int(known[-1]) + 1 if len(known) else 0
 
 
 def _same_launch(book: dict[str, Any], key: str | None) -> bool:

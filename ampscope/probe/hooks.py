@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copyreg
 import functools
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
@@ -121,12 +122,30 @@ def optimizer_steps(
 
 
 def post_accumulate(params: Iterable[torch.Tensor], callback: Callable[[torch.Tensor], None]) -> Handles:
-    """Call `callback(param)` whenever a gradient was accumulated into a leaf parameter (in backward order)."""
+    """Call `callback(param)` whenever a gradient was accumulated into a leaf parameter (in backward order).
+
+    A bound method is held weakly: a model that is kept does not keep a watch that is not.
+    """
+    call = _weakly(callback)
 
     def hook(param: torch.Tensor) -> None:
-        callback(param)
+        call(param)
 
     return Handles(p.register_post_accumulate_grad_hook(hook) for p in params if p.requires_grad and p.is_leaf)
+
+
+def _weakly(callback: Callable[..., None]) -> Callable[..., None]:
+    """Return a call of `callback` that does not keep a bound method's object alive."""
+    if getattr(callback, "__self__", None) is None:
+        return callback
+    weak = weakref.WeakMethod(callback)
+
+    def call(*args: Any) -> None:
+        alive = weak()
+        if alive is not None:
+            alive(*args)
+
+    return call
 
 
 def on_backward(tensor: torch.Tensor, callback: Callable[[], None]) -> Handle | None:
@@ -186,19 +205,79 @@ def _accumulates(leaf: Any) -> bool:
         return False
 
 
-def forward_pre(module: nn.Module, callback: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]) -> RemovableHandle:
-    """Call `callback(module, args, kwargs)` before a module's forward."""
+def on_gradient(tensor: torch.Tensor, callback: Callable[[torch.Tensor], None]) -> Handle | None:
+    """Call `callback(gradient)` when the gradient with respect to `tensor` is computed; None where it takes no gradient."""
+    if not tensor.requires_grad:
+        return None
+
+    def hook(grad: torch.Tensor) -> None:
+        callback(grad)
+
+    return tensor.register_hook(hook)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def forward_pre(module: nn.Module, callback: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]) -> Handle:
+    """Call `callback(module, args, kwargs)` before a module's forward. Copies and pickles of the module are without it."""
+    call = _weakly(callback)
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        callback(module, args, kwargs)
+        if not torch.jit.is_tracing():
+            call(module, args, kwargs)
 
-    return module.register_forward_pre_hook(hook, with_kwargs=True)
+    return _Hidden(module, module.register_forward_pre_hook(hook, with_kwargs=True))
 
 
-def forward_post(module: nn.Module, callback: Callable[[nn.Module, tuple[Any, ...], Any], None]) -> RemovableHandle:
-    """Call `callback(module, args, output)` after a module's forward, also when it raised (then output is None)."""
+def forward_post(module: nn.Module, callback: Callable[[nn.Module, tuple[Any, ...], Any], None]) -> Handle:
+    """Call `callback(module, args, output)` after a module's forward, also when it raised (then output is None).
+
+    Copies and pickles of the module are without it.
+    """
+    call = _weakly(callback)
 
     def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        callback(module, args, output)
+        if not torch.jit.is_tracing():
+            call(module, args, output)
 
-    return module.register_forward_hook(hook, always_call=True)
+    return _Hidden(module, module.register_forward_hook(hook, always_call=True))
+
+
+class _Hidden:
+    """A module's hook that its copies and pickles do not have."""
+
+    def __init__(self, module: nn.Module, handle: RemovableHandle) -> None:
+        self._module, self._handle = weakref.ref(module), handle
+        reduce = module.__dict__.get("__reduce_ex__")
+        if not isinstance(reduce, _Reduce):
+            reduce = module.__dict__["__reduce_ex__"] = _Reduce(module)
+        reduce.hidden.add(handle.id)
+
+    def remove(self) -> None:
+        """Remove the hook; with the last one the module pickles as it always did."""
+        self._handle.remove()
+        module = self._module()
+        reduce = module.__dict__.get("__reduce_ex__") if module is not None else None
+        if module is not None and isinstance(reduce, _Reduce):
+            reduce.hidden.discard(self._handle.id)
+            if not reduce.hidden:
+                del module.__dict__["__reduce_ex__"]
+
+
+class _Reduce:
+    """`__reduce_ex__` of one module (copy.deepcopy and pickle ask the object first), which leaves our hooks out of its state."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+        self.hidden: set[int] = set()
+
+    def __call__(self, protocol: Any) -> Any:
+        module = self._module()
+        reduced = type(module).__reduce_ex__(module, protocol)  # type: ignore[arg-type]
+        if not isinstance(reduced, tuple) or len(reduced) < 3 or not isinstance(reduced[2], dict):
+            return reduced
+        state = {k: self._without(v) if k.startswith("_forward") else v for k, v in reduced[2].items() if v is not self}
+        return (*reduced[:2], state, *reduced[3:])
+
+    def _without(self, hooks: Any) -> Any:
+        if not isinstance(hooks, dict):
+            return hooks
+        return type(hooks)((k, v) for k, v in hooks.items() if k not in self.hidden)

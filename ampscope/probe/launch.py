@@ -22,24 +22,23 @@ def rank_and_world() -> tuple[int, int]:
         return 0, 1
 
 
-def launch_key(rank: int, world: int) -> str | None:
-    """Return what all ranks of one launch, and no other launch, have in common for this call; None for a single process.
+def launch_key(world: int) -> str | None:
+    """Return what all ranks of one launch, and no other launch, have in common; None for a single process.
 
     No rank waits for another here: a script may watch in some ranks only.
     """
     if world <= 1:
         return None
     parts = [os.environ.get(name, "") for name in VARIABLES]
-    return hashlib.sha256("\0".join([*parts, _shared(rank), str(world)]).encode()).hexdigest()[:16]
+    return hashlib.sha256("\0".join([*parts, _shared(), str(world)]).encode()).hexdigest()[:16]
 
 
-def _shared(rank: int) -> str:
-    """Return a random word that the ranks agree on through torch.distributed's store, and which watch() call this is."""
+def _shared() -> str:
+    """Return a random word that the ranks agree on through torch.distributed's store; "" where there is none."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return ""
     try:
         store = torch.distributed.distributed_c10d._get_default_store()
-        word = store.compare_set("ampscope/launch", "", secrets.token_hex(8))
-        return f"{bytes(word).decode()}-{store.add(f'ampscope/calls/{rank}', 1)}"
+        return bytes(store.compare_set("ampscope/launch", "", secrets.token_hex(8))).decode()
     except (RuntimeError, AttributeError, ValueError):  # a store that cannot do this: the environment has to do
         return ""

@@ -72,18 +72,20 @@ def as_models(model: Any) -> dict[str, nn.Module]:
     """
     if isinstance(model, nn.Module):
         return {"": model}
+    found: dict[Any, Any]
     if isinstance(model, Mapping):
-        models = {str(k): v for k, v in model.items()}
+        found = dict(model)
     elif isinstance(model, Sequence) and not isinstance(model, str):
-        models = {str(i): v for i, v in enumerate(model)}
+        found = dict(enumerate(model))
     else:
-        raise AmpscopeError(f"watch(): model must be a torch.nn.Module, or a list or dict of them, not {type(model).__name__}")
-    if not models:
+        kind = type(model).__name__
+        raise AmpscopeError(f"watch(): model must be a torch.nn.Module, or a list or dict of them, not {kind}")
+    if not found:
         raise AmpscopeError("watch(): model is empty: pass at least one torch.nn.Module")
-    for key, value in models.items():
+    for key, value in found.items():
         if not isinstance(value, nn.Module):
             raise AmpscopeError(f"watch(): model[{key!r}] must be a torch.nn.Module, not {type(value).__name__}")
-    return models
+    return {str(key): value for key, value in found.items()}
 
 
 def collect(models: Mapping[str, nn.Module]) -> list[tuple[str, torch.Tensor]]:

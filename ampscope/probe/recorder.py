@@ -32,9 +32,12 @@ from ampscope.record.step import Event, Layer, Pending, Resolved, StepRecord
 
 
 def say(text: str) -> None:
-    """Warn the user; where warnings are errors, print: a monitor must not end a job."""
+    """Warn the user, at the line of theirs that led here; where warnings are errors, print: a monitor must not end a job."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("ampscope."):
+        level, frame = level + 1, frame.f_back
     try:
-        warnings.warn(text, RuntimeWarning, stacklevel=6)
+        warnings.warn(text, RuntimeWarning, stacklevel=level)
     except RuntimeWarning:
         print(f"RuntimeWarning: {text}", file=sys.stderr)
 

@@ -8,8 +8,9 @@ import gc
 import os
 import sys
 import threading
-import warnings
 import weakref
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from ampscope.errors import AmpscopeError, LogError
 from ampscope.log.rundir import RunClaim, claim
 from ampscope.log.writer import LogWriter, NullWriter
 from ampscope.probe import arguments, hooks, launch, losses, names
+from ampscope.probe.activations import Activations
 from ampscope.probe.armed import ArmedTracer
 from ampscope.probe.culprit import Culprit
 from ampscope.probe.describe import make_header
@@ -28,7 +30,7 @@ from ampscope.probe.stats import BACKENDS
 from ampscope.probe.swapped import methods
 from ampscope.probe.underflow import UnderflowProbe
 from ampscope.probe.usage import Usage
-from ampscope.record.step import Event, StepRecord
+from ampscope.record.step import Event, Layer, StepRecord
 
 CLOSER = "ampscope-close"
 """Name of threads that close a watch whose scaler was garbage."""
@@ -153,6 +155,13 @@ def watch(
         header = make_header(scaler, models, found, rank, world, settings)
         writer = LogWriter(found, header, tensorboard=tensorboard, on_resolved=resolved)
         observers = default_observers(probe_every=probe_every, activations=activations)
+        if activations:
+            beside = replace(found, lock=None)
+
+            def open_stream(layers: Sequence[Layer]) -> LogWriter:
+                return LogWriter(beside, replace(header, layers=layers, kind="activations"), tensorboard=False)
+
+            observers.append(Activations(exponents_every, open_stream))
         BACKENDS.warm()
     recorder = Recorder(
         scaler,
@@ -224,7 +233,7 @@ class _Resolved:
 
 def _claim(log_dir: str | os.PathLike[str], run: str | None, rank: int, world: int, step: int | None) -> RunClaim | None:
     """Return the run's folder, or None, with one warning, where it cannot be used."""
-    key = launch.launch_key(rank, world)
+    key = launch.launch_key(world)
     try:
         try:
             return claim(log_dir, run, rank=rank, world_size=world, launch_key=key, step=step)
@@ -240,7 +249,7 @@ def _claim(log_dir: str | os.PathLike[str], run: str | None, rank: int, world: i
     except (OSError, LogError) as error:
         why = (error.strerror if isinstance(error, OSError) else None) or error
         text = f"ampscope cannot write to {os.fspath(log_dir)!r} ({why}): training goes on, nothing is recorded."
-        warnings.warn(text, RuntimeWarning, stacklevel=3)
+        say(text)
         return None
 
 
