@@ -127,6 +127,8 @@ class ArmedTracer(Observer):
         recorder.guarded("_tell", self, "_end", module, output)
 
     def _end(self, module: torch.nn.Module, output: Any) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            return  # a recomputation that stopped early: autograd restores the mode stack, and would bring a mode left here back
         if self._eval_tracer is not None and not module.training:
             tracer, self._eval_tracer = self._eval_tracer, None
             tracer.leave()
