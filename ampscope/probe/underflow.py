@@ -189,12 +189,12 @@ class Untouched:
 
     def __enter__(self) -> Untouched:
         self._random = torch.get_rng_state()
-        self._saved = [(b, b._version, b.detach().clone()) for b in self._buffers]
+        self._saved = [(b, b.detach().clone()) for b in self._buffers]
         return self
 
     def __exit__(self, *exc: object) -> None:
         torch.set_rng_state(self._random)
-        for buffer, version, value in self._saved:
-            if buffer._version != version:
-                with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(buffer):
-                    buffer.copy_(value)
+        for buffer, value in self._saved:
+            # Version counters do not tell: batch_norm changes its running statistics without moving them.
+            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(buffer):
+                buffer.copy_(value)

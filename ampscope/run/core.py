@@ -25,8 +25,8 @@ Array = np.ndarray[Any, Any]
 LayerKey = str | int | Layer
 
 HEADER_FIELDS = (
-    "session", "rank", "world_size", "scaler", "versions", "device", "device_name", "gradients", "settings", "created", "pid",
-    "host", "version",
+    "session", "rank", "world_size", "scaler", "versions", "device", "device_name", "gradients", "settings", "created",
+    "pid", "host", "version",
 )  # fmt: skip
 
 
@@ -46,24 +46,23 @@ class Session:
 class RunCore:
     """A recorded run's streams, joined; `Run` adds what is derived from them.
 
-    Steps are those of all sessions; where sessions overlap, the later one wins. `rank` selects one process of a distributed
-    run (0 means the lowest there is); values of a step that this rank has not recorded are NaN. Reading is lazy: layer
-    columns are read from disk when a metric is asked for. Methods may be called from any thread.
+    Methods may be called from any thread.
     """
 
-    def __init__(self, path: str | os.PathLike[str], session: int | None = None, *, lazy: bool = False) -> None:
+    def __init__(self, path: str | os.PathLike[str], session: int | None = None, *, lazy: bool = False, kind: str = "gradients") -> None:
         """Open a run's folder.
 
         Args:
             path: the folder.
             session: only this session of the run.
             lazy: read the headers alone now, and rows when they are first asked for.
+            kind: which of the run's streams: "gradients" or "activations".
 
         Raises:
             LogError: there is no run there, or its log is of a newer version.
         """
         self.path = Path(path)
-        self._session = session
+        self._session, self._kind = session, kind
         self._lock = threading.RLock()
         self._series: dict[Key, Series] = {}
         self._merged: Merged | None = None
@@ -106,7 +105,7 @@ class RunCore:
 
     def _discover(self) -> bool:
         found = False
-        for session, rank, part, path in stream_files(self.path):
+        for session, rank, part, path in stream_files(self.path, self._kind):
             key = (session, rank, part)
             if key not in self._series and self._session in (None, session):
                 self._series[key] = Series(path, session, rank, part)
@@ -133,6 +132,7 @@ class RunCore:
 
     @property
     def ordered(self) -> list[Series]:
+        """The streams by session, rank and part."""
         return [self._series[key] for key in sorted(self._series)]
 
     @property
@@ -277,6 +277,11 @@ class RunCore:
             return out
 
     def check_rank(self, rank: int) -> int:
+        """Return a rank that there is.
+
+        Raises:
+            AmpscopeError: there is no such rank.
+        """
         ranks = self.ranks
         if rank in ranks:
             return rank
@@ -287,7 +292,7 @@ class RunCore:
     def columns(
         self, names: Sequence[str], rank: int = 0, rows: slice | Sequence[int] | Array | None = None
     ) -> dict[str, Array]:
-        """Return layer columns of the log (docs/log-format.md), [T, L] each; zeros (lists: NaN) where nothing was recorded.
+        """Return layer columns of the log (docs/log-format.md), [T, L] each; 0 (lists: NaN) where nothing was recorded.
 
         Args:
             names: columns.
@@ -307,6 +312,7 @@ class RunCore:
             return out
 
     def wanted(self, rows: slice | Sequence[int] | Array | None) -> Array:
+        """Return positions in `steps`, int64, of what a caller asks for."""
         every = np.arange(len(self.now.steps))
         return every if rows is None else every[rows if isinstance(rows, slice) else np.asarray(rows, np.int64)]
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ampscope.errors import AmpscopeError
+from ampscope.log.streams import stream_files
 from ampscope.record import underflow
 from ampscope.record.step import NOT_SAMPLED
 from ampscope.run import metrics
@@ -27,10 +29,22 @@ RowKey = slice | Sequence[int] | Array
 class Run(RunCore):
     """A recorded run.
 
-    Steps are those of all sessions; where sessions overlap, the later one wins. `rank` selects one process of a distributed
-    run (0 means the lowest there is); values of a step that this rank has not recorded are NaN. Reading is lazy: layer
-    columns are read from disk when a metric is asked for. Methods may be called from any thread.
+    Steps are those of all sessions; where sessions overlap, the later one wins. `rank` selects one process of a
+    distributed run (0 means the lowest there is); values of a step that this rank has not recorded are NaN. Reading is
+    lazy: layer columns are read from disk when a metric is asked for. Methods may be called from any thread.
     """
+
+    _activations: Run | None = None
+
+    @property
+    def activations(self) -> Run | None:
+        """The run's activation statistics (`watch(activations=True)`), with layers "MODULE:output" and "MODULE:grad"; None if there are none."""
+        with self._lock:
+            if self._activations is None and stream_files(self.path, "activations"):
+                self._activations = Run(self.path, self._session, kind="activations")
+            elif self._activations is not None:
+                self._activations.refresh()
+            return self._activations
 
     @property
     def metrics(self) -> list[str]:
@@ -96,7 +110,7 @@ class Run(RunCore):
         return np.asarray(self.columns(("state",))["state"] != NOT_SAMPLED)
 
     def exponents(self, layer: LayerKey, rank: int = 0, rows: RowKey | None = None) -> tuple[Array, Array]:
-        """Return (steps int64 [H], counts int64 [H, 256]): finite non-zero |g_s| by biased FP32 exponent (2^k at k + 127).
+        """Return (steps int64 [H], counts int64 [H, 256]): finite non-zero |g_s| by biased exponent (2^k at k + 127).
 
         H are the steps whose histograms were kept and where the layer had a gradient.
 
@@ -198,7 +212,7 @@ class Run(RunCore):
             AmpscopeError: pandas is not installed; no such metric or rank.
         """
         try:
-            import pandas  # noqa: F401  (pyarrow needs it; the error would name a module, not the remedy)
+            importlib.import_module("pandas")  # pyarrow needs it; its own error would not name the remedy
         except ImportError:
             raise AmpscopeError("to_pandas() needs pandas: pip install pandas") from None
         return self.to_arrow(metrics, rank).to_pandas()
