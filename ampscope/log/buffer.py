@@ -1,4 +1,4 @@
-"""Rows that are in no big batch yet, column by column in arrays of fixed size: memory stays flat however long a run is."""
+"""Rows that are in no big batch yet, in arrays of fixed size, one a column: memory stays flat however long a run is."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MEMORY = 64 << 20
 BATCH_MEMORY = 16 << 20
 """Bytes of layer columns in one big batch at most."""
 BIG = 1000
-"""Rows of a big batch: scalars of a million rows read in 0.4 s from batches of 1,000, in minutes from batches of one."""
+"""Rows of a big batch: scalars of a million rows read in 1 s from batches of 1,000, in minutes from batches of one."""
 MOST = 10_000
 """Rows kept at most while nothing can be written."""
 
@@ -91,7 +91,7 @@ class RowBuffer:
         self._n = rest
 
     def chunk(self, start: int, stop: int) -> dict[str, Any]:
-        """Return rows `start` to `stop` as columns for `to_batch`. Arrays are views: use them before the next change."""
+        """Return rows `start` to `stop` as columns for `to_batch`. They are views: use them before the next change."""
         rows = self._rows[start:stop]
         out: dict[str, Any] = {name: array[start:stop] for name, array in (*self._fixed.items(), *self._layers.items())}
         for name, dtype in LISTS.items():

@@ -95,7 +95,8 @@ def event_dict(event: Event) -> dict[str, Any]:
     """Return an event as the log's struct."""
     return {
         "step": event.step, "kind": event.kind, "rank": event.rank, "phase": event.phase, "layers": list(event.layers),
-        "op": event.op, "where": event.where, "message": event.message, "data": json.dumps(dict(event.data), default=str),
+        "op": event.op, "where": event.where, "message": event.message,
+        "data": json.dumps(dict(event.data), default=str),
     }  # fmt: skip
 
 
@@ -103,8 +104,8 @@ def to_batch(chunk: Mapping[str, Any], schema: pa.Schema) -> pa.RecordBatch:
     """Return a record batch.
 
     Args:
-        chunk: column name → [n] or [n, L] array; for a list column (offsets [n + 1], values); for a map column (offsets, keys,
-            values); for `events` a sequence of n lists of dicts. `row` must be there; an absent column is empty or 0.
+        chunk: column name → [n] or [n, L] array; for a list column (offsets [n + 1], values); for a map column
+            (offsets, keys, values); for `events` n lists of dicts. `row` must be there; an absent column is empty or 0.
         schema: of the stream.
     """
     n = len(chunk["row"])

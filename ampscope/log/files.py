@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import BinaryIO
@@ -10,7 +11,8 @@ from typing import BinaryIO
 class AppendFile:
     """Appends messages. Nothing is made before the first `ensure` or `append`.
 
-    What a failed write left behind is cut off before the next one. A file that was removed or moved meanwhile is begun anew.
+    What a failed write left behind is cut off before the next one. A file that was removed or moved meanwhile is begun
+    anew.
     """
 
     def __init__(self, path: Path, begin: bytes) -> None:
@@ -62,10 +64,8 @@ class AppendFile:
             self._file.seek(self._size)
             _write(self._file, data)
         except OSError:
-            try:
+            with contextlib.suppress(OSError):  # the next append begins at the same place
                 self._file.truncate(self._size)
-            except OSError:
-                pass  # the next append begins at the same place
             raise
         self._size += len(data)
 

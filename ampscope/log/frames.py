@@ -1,10 +1,11 @@
 """Arrow IPC messages in a file: where each begins, where each column lies in it, whether the checksums hold.
 
 A stream is read message by message and column by column, never memory-mapped (a file truncated underneath would end in
-SIGBUS). Formats: Arrow columnar format specification, "Encapsulated message format"; `Message.fbs` for the tables read here.
+SIGBUS). Formats: Arrow columnar format specification, "Encapsulated message format"; `Message.fbs` for the tables read
+here.
 
-The checksum is text in a batch's custom metadata, `ampscope.crc32` = `crc32:HHHHHHHH,CCCCCCCC…`: first the CRC-32 of the
-message's metadata as it stands with those eight digits all 0, then the CRC-32 of each column's bytes in the body.
+The checksum is text in a batch's custom metadata, `ampscope.crc32` = `crc32:HHHHHHHH,CCCCCCCC…`: first the CRC-32 of
+the message's metadata with those eight digits all 0, then the CRC-32 of each column's bytes in the body.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ def custom_metadata(head: bytes) -> dict[bytes, bytes]:
 
 
 def next_frame(file: BinaryIO, offset: int, size: int) -> Frame | None:
-    """Return the message at `offset` of a file of `size` bytes, or None where it is not complete (or the stream ends there).
+    """Return the message at `offset` of a file of `size` bytes; None where it is not complete, or the stream ends.
 
     Raises:
         ValueError: what stands there is no message, or the checksum of its metadata does not hold.

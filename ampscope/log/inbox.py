@@ -12,7 +12,7 @@ MEMORY = 128 << 20
 PATIENCE = 0.25
 """Seconds training waits at most for a writer that is behind."""
 PAUSE = 5.0
-"""Seconds after such a wait in vain in which training waits no more, and the oldest record is dropped for each new one."""
+"""Seconds after a wait in vain in which training waits no more, and the oldest record goes for each new one."""
 _LAYER_BYTES = 4400
 
 
@@ -35,9 +35,9 @@ class Inbox:
         """Add an item. Where too many records wait: wait a moment, then drop the oldest."""
         with self._changed:
             if what == "record":
-                if self._records >= self.limit and time.monotonic() >= self._impatient_until:
-                    if not self._changed.wait_for(lambda: self._records < self.limit, PATIENCE):
-                        self._impatient_until = time.monotonic() + PAUSE
+                patient = self._records >= self.limit and time.monotonic() >= self._impatient_until
+                if patient and not self._changed.wait_for(lambda: self._records < self.limit, PATIENCE):
+                    self._impatient_until = time.monotonic() + PAUSE
                 if self._records >= self.limit:
                     self._drop_oldest()
                 self._records += 1

@@ -1,4 +1,4 @@
-"""What the writer's thread does, step by step, without the thread: rows into the sinks, retries, a note of what was lost."""
+"""What the writer's thread does, without the thread: rows into the sinks, retries, a note of what was lost."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Run folders: names, sessions, and which process may write where.
 
-A run's folder holds `.ampscope-claim` (JSON: the newest session, who belongs to it) and a lock file for each session and
-rank that is being written. The lock is an advisory `flock`: it ends with its process, also by SIGKILL. Where that cannot be
-relied on (another host on a network file system, or no such lock at all), the heartbeat decides.
+A run's folder holds `.ampscope-claim` (JSON: the newest session, who belongs to it) and a lock file for each session
+and rank that is being written. The lock is an advisory `flock`: it ends with its process, also by SIGKILL. Where that
+cannot be relied on (another host on a network file system, or no such lock at all), the heartbeat decides.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from typing import IO, Any
 from ampscope.errors import AmpscopeError
 from ampscope.log.streams import HEARTBEAT, earlier, stream_files
 
+fcntl: Any
 try:
     import fcntl
 except ImportError:  # Windows: liveness is judged by the heartbeat alone
-    fcntl = None  # type: ignore[assignment]
+    fcntl = None
 
 DEAD_AFTER = 4 * HEARTBEAT
 """Seconds without a touch after which a stream that was not finished is taken for dead (network file systems lag)."""
 YOUNG = 60.0
-"""Seconds in which the ranks of a launch may come, however short the others' visits were; a live rank is waited for longer."""
+"""Seconds in which ranks of a launch may join it although no other is alive; while one is, they may any time."""
 
 
 @dataclass(eq=False)
@@ -98,7 +99,7 @@ def claim(
     if key is None:
         return _enter(_fresh(base), rank, None, step)
     with _locked(base / f".ampscope-launch-{key}") as file:
-        # One line a run: a launch may watch several scalers, each with a folder of its own, in the same order on every rank.
+        # One line a run: a launch may watch several scalers, each with a folder of its own, in one order on every rank.
         for name in file.read().decode(errors="replace").splitlines():
             if _is_folder(base / name) and _joinable(_book(base / name), base / name, rank, key):
                 return _enter(base / name, rank, key, step)
@@ -161,7 +162,7 @@ def _enter(path: Path, rank: int, key: str | None, step: int | None) -> RunClaim
                     f"watch(): run {path.name!r} in {str(path.parent)!r} is being written by a live process ({live}); "
                     "choose another run name, or stop that process"
                 )
-            session = max([number for number, *_ in stream_files(path)] + [book.get("session", -1)]) + 1
+            session = max([entry[0] for entry in stream_files(path)] + [book.get("session", -1)]) + 1
             book = {"session": session, "key": key, "time": time.time(), "ranks": {}}
             for stale in path.glob(f"ampscope-*-rank{rank}.lock"):
                 stale.unlink(missing_ok=True)
@@ -182,12 +183,14 @@ def _enter(path: Path, rank: int, key: str | None, step: int | None) -> RunClaim
 
 
 def _next_step(path: Path, session: int) -> int:
-    known = earlier(path, session)["step"] if session else ()
+    if not session:
+        return 0
+    known = earlier(path, session)["step"]
     return int(known[-1]) + 1 if len(known) else 0
 
 
 def _same_launch(book: dict[str, Any], key: str | None) -> bool:
-    """Whether the newest session belongs to this process's launch: same key, and on this host the same parent process."""
+    """Whether the newest session is of this process's launch: same key, and on this host the same parent process."""
     if not book or key is None or book.get("key") != key:
         return False
     mine = [platform.node(), os.getppid()]
@@ -223,7 +226,7 @@ def _live(path: Path, rank: int | None = None) -> str:
             except (ValueError, KeyError, TypeError):
                 host, pid = "", 0  # killed between making and filling it
             held = _held(file)
-            # A lock held on another host may be invisible here; one that is free on its own host says that the process is gone.
+            # A lock held on another host may be invisible here; a free one on its own host says: the process is gone.
             if held or (held is None and _beats(path)) or (host not in ("", platform.node()) and _beats(path)):
                 return f"process {pid} on {host}" if host else "unknown process"
     return ""
@@ -251,8 +254,8 @@ def _beats(path: Path) -> bool:
 
 
 _claims: weakref.WeakSet[RunClaim] = weakref.WeakSet()
-"""Claims of this process. A module global because a fork is an event of the process: a child inherits the open lock files, and
-a data loader's worker that outlives a killed trainer would keep the run locked."""
+"""Claims of this process. A module global because a fork is an event of the process: a child inherits the open lock
+files, and a data loader's worker that outlives a killed trainer would keep the run locked."""
 
 
 def _let_go_in_child() -> None:

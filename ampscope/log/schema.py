@@ -116,8 +116,9 @@ class Header:
             )
         try:
             layers = [
-                Layer(str(x["name"]), tuple(map(int, x["shape"])), int(x["numel"]), str(x["dtype"]), str(x["optimizer"]))
+                Layer(x["name"], tuple(map(int, x["shape"])), int(x["numel"]), str(x["dtype"]), str(x["optimizer"]))
                 for x in data.pop("layers")
+                if isinstance(x["name"], str)
             ]
             known = {k: v for k, v in data.items() if k in cls.__dataclass_fields__}
             return cls(layers=layers, **known)

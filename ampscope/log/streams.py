@@ -23,7 +23,8 @@ HEARTBEAT = 5.0
 Array = np.ndarray[Any, Any]
 ARROW_ERRORS = (
     OSError, pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowKeyError, pa.ArrowMemoryError, pa.ArrowTypeError,
-    pa.ArrowIndexError, pa.ArrowSerializationError, UnicodeDecodeError, json.JSONDecodeError, KeyError, ValueError, MemoryError,
+    pa.ArrowIndexError, pa.ArrowSerializationError, UnicodeDecodeError, json.JSONDecodeError, KeyError, ValueError,
+    MemoryError,
 )  # fmt: skip
 """What reading damaged Arrow data was seen to raise."""
 
@@ -61,9 +62,9 @@ class Stream:
     def read_new(self, columns: Sequence[str] = ()) -> tuple[bool, list[tuple[frames.Frame, pa.RecordBatch | None]]]:
         """Return (begun anew, [(message, batch)]): what was appended since the last call, with these columns.
 
-        If the file was begun anew (a tail, or an empty stream given a new header), what was read of it before is void. A batch
-        is None where it is damaged, or where `columns` is empty. Frames and batches are of one file, even if it is replaced
-        meanwhile.
+        If the file was begun anew (a tail, or an empty stream given a new header), what was read of it before is void.
+        A batch is None where it is damaged, or where `columns` is empty. Frames and batches are of one file, even if it
+        is replaced meanwhile.
 
         Raises:
             LogError: a newer version, or not an ampscope log.
@@ -157,10 +158,10 @@ class Stream:
         return (header, at) if header is not None and header.version == FORMAT_VERSION else None
 
     def load(self, frame: frames.Frame, columns: Sequence[str]) -> pa.RecordBatch | None:
-        """Read some columns of one batch (those of them that it has); None, and a note in `damage`, where it is damaged.
+        """Read some columns of one batch (those that it has); None, and a note in `damage`, where it is damaged.
 
-        Only the bytes of these columns are read. Their CRC-32 is checked and they are validated in full: a flipped bit would end
-        in a segmentation fault otherwise.
+        Only the bytes of these columns are read. Their CRC-32 is checked and they are validated in full: a flipped bit
+        would end in a segmentation fault otherwise.
         """
         try:
             with open(self.path, "rb") as file:
@@ -180,7 +181,7 @@ class Stream:
             start = len(self._schema_bytes)
             # Pages that no column is read into are never touched, so they cost nothing.
             data = np.zeros(start + frame.size, np.uint8)
-            view = memoryview(data)
+            view = memoryview(data.data)
             view[:start] = self._schema_bytes
             _read_into(file, frame.offset, view[start : start + frame.head])
             body = start + frame.head
@@ -251,7 +252,7 @@ def tail_of(path: Path) -> Path:
 
 
 def earlier(folder: Path, session: int) -> dict[str, Array]:
-    """Return `step` and `skipped` of every step that sessions before `session` recorded, any rank; the later one of two wins.
+    """Return `step` and `skipped` of every step that earlier sessions recorded, any rank; the later one of two wins.
 
     Raises:
         LogError: a stream there is of a newer version, or not an ampscope log.

@@ -53,7 +53,7 @@ class Events(Protocol):
 
 
 class EventFile:
-    """An event file of our own. It begins with a session start, so that steps of an earlier session from there on are dropped."""
+    """An event file of our own. It begins with a session start: older steps from there on are dropped."""
 
     def __init__(self, folder: Path, header: Header, now: float) -> None:
         # TensorBoard reads a folder's files in the order of their names and never goes back.
@@ -196,7 +196,7 @@ class TensorBoardSink:
 
 
 def group(names: Sequence[str], most: int = MAX_GROUPS) -> dict[str, Array]:
-    """Return {tag suffix: layer indices}: one a layer, or above `most` layers one a module, at the deepest level with few enough."""
+    """Return {tag suffix: layer indices}: a layer each; above `most` layers a module each, as deep as fits."""
     parts = [n.split(".") for n in names]
     keys = ["/".join(p) for p in parts]
     if len(names) > most:

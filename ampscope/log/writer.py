@@ -1,4 +1,7 @@
-"""The background writer: records come in from the training thread, rows and TensorBoard events go out. It never raises into training."""
+"""The background writer: records come in from the training thread, rows and TensorBoard events go out.
+
+It never raises into training.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,8 @@ class LogWriter:
         claim: the run's folder.
         header: what is known before the first row; `layers` may change later through `set_layers`.
         tensorboard: True, False, or a `SummaryWriter` of the user's.
-        on_resolved: called on the writer's thread with each record that was not resolved when submitted, before it is written.
+        on_resolved: called on the writer's thread with each record that was not resolved when submitted, before it is
+            written.
         clock: Unix seconds; a test may pass its own.
     """
 
@@ -89,7 +93,7 @@ class LogWriter:
             self._inbox.put("events", list(events))
 
     def set_layers(self, layers: Sequence[Layer]) -> None:
-        """From the next record on the layers are these; a new part of the log begins (or, before any row, a new header)."""
+        """From the next record on the layers are these; a new part of the log begins (before any row: a new header)."""
         if self._open:
             self._inbox.put("layers", list(layers))
 

@@ -18,7 +18,7 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(slots=True)
 class Block:
-    """The rows of one batch that are steps; `frame` tells where its layer columns are, `batch` holds them for a tail."""
+    """The rows of one batch that are steps; `frame` tells where layer columns are, for a tail `batch` holds them."""
 
     rows: Array
     """int64: row numbers in the stream."""
@@ -107,6 +107,6 @@ def _event(e: dict[str, Any]) -> Event:
     except ValueError:
         data = {}
     return Event(
-        e["step"], cast(EventKind, e["kind"]), e["rank"], e["phase"], tuple(e["layers"] or ()), e["op"] or "", e["where"] or "",
-        e["message"] or "", data if isinstance(data, dict) else {},
+        e["step"], cast(EventKind, e["kind"]), e["rank"], e["phase"], tuple(e["layers"] or ()), e["op"] or "",
+        e["where"] or "", e["message"] or "", data if isinstance(data, dict) else {},
     )  # fmt: skip

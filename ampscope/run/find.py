@@ -57,7 +57,8 @@ def open_run(path: str | os.PathLike[str]) -> Run:
     """Open one run's folder.
 
     Raises:
-        LogError: there is no such folder, it holds no run (the message names the runs nearby), or its log is of a newer version.
+        LogError: there is no such folder, it holds no run (the message names the runs nearby), or its log is of a newer
+            version.
     """
     folder = Path(path)
     if folder.is_dir() and stream_files(folder):

@@ -1,4 +1,4 @@
-"""Joining streams into one run: parts follow each other, the later session wins a step, ranks stand beside each other."""
+"""Joining streams into one run: parts follow each other, later sessions win a step, ranks stand beside each other."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Key = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of one rank that count: `place` in the run's steps, index of the series, position in the series; by step."""
+    """The rows of one rank that count, by step: `place` in the run's steps, index of the series, position in it."""
 
     place: Array
     series: Array
@@ -42,10 +42,8 @@ def merge(series: Sequence[Series]) -> Merged:
     """Join streams given in order of (session, rank, part)."""
     found = {rank: _of_rank(series, rank) for rank in sorted({s.rank for s in series})}
     parts = [steps for steps, _, _ in found.values()]
-    if len(parts) == 1:
-        steps = parts[0]
-    else:
-        steps = np.unique(np.concatenate(parts)) if parts else np.zeros(0, np.int64)
+    # One rank's steps ascend already: nothing to sort in the usual run.
+    steps = parts[0] if len(parts) == 1 else np.unique(np.concatenate([np.zeros(0, np.int64), *parts]))
     rows = {}
     for rank, (own, which, at) in found.items():
         place = np.arange(len(own)) if len(own) == len(steps) else np.searchsorted(steps, own)

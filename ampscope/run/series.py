@@ -164,7 +164,7 @@ class Series:
         return np.asarray(table if whole else table[take], DTYPES[name])
 
     def histograms(self, which: str, rows: Array) -> Array:
-        """Return histograms ("exponents") or exact powers ("exact") of some rows, int64 [n, L, 256]; 0 where damaged."""
+        """Return histograms ("exponents") or exact powers ("exact") of rows, int64 [n, L, 256]; 0 where damaged."""
         out = np.zeros((len(rows), self.n_layers, 256), np.int64)
         for to, take, batch in self._batches((*INDEX, VALUES[which]), rows):
             out[to] = spread(batch, which, take, self.n_layers)
