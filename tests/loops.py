@@ -10,6 +10,12 @@ import warnings
 import torch
 from torch import nn
 
+from ampscope.probe.stats import BACKENDS
+
+# numba compiles in a thread and uses warnings.catch_warnings() there, which is not made for threads: let it be over before
+# a test looks at warnings.
+BACKENDS.warm(wait=True)
+
 LOOPS = {}
 
 
