@@ -35,14 +35,13 @@ class StatsPending:
 def measure(tensors: Sequence[torch.Tensor]) -> StatsPending:
     """Start the statistics of gradients.
 
-    Results of CPU tensors are ready at once. Nothing synchronises with a device, but for coalescing a sparse tensor there.
+    Results of CPU tensors are ready at once. Nothing synchronises with a device, except that coalescing a sparse tensor
+    there does.
 
     Args:
         tensors: any mix of devices, floating or complex dtypes, shapes, strides and layouts. They may be changed in
             place afterwards (on a CUDA device by work of the stream that is current now, or of one that waits for it).
 
-    Returns:
-        What becomes the statistics, in the order of the tensors, when it is resolved.
     """
     groups: dict[torch.device, list[int]] = {}
     for i, t in enumerate(tensors):

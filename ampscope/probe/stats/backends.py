@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import subprocess
 import threading
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,6 +29,8 @@ class Backends:
     def __init__(self) -> None:
         self._kernel: Any = None
         self._thread: threading.Thread | None = None
+        self._triton: Any = False
+        """The CUDA kernel, False before its first use, None if it does not work here."""
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._forked)
 
@@ -46,6 +50,10 @@ class Backends:
         if device.type == "cpu" and self._cpu_kernel(mine):
             return [Here(index, *self._kernel.measure(mine))]
         plains = [rows.plain(t) for t in mine]
+        if device.type == "cuda" and self._triton is not None:
+            parts = self._by_triton(index, plains)
+            if parts:
+                return parts
         order, *results = torch_ops.measure(plains)
         part = Copying([index[i] for i in order], [plains[i] for i in order], *results)
         return [Here(*part.get())] if device.type == "cpu" else [part]
@@ -56,6 +64,26 @@ class Backends:
             if self._thread is not None and self._thread.is_alive():
                 self._thread.join(PATIENCE * sum(t.numel() for t in tensors))
         return self._kernel is not None
+
+    def _by_triton(self, index: list[int], plains: list[rows.Plain]) -> list[Part]:
+        """Launch the CUDA kernel. Where Triton is missing or cannot compile it, give it up and return nothing."""
+        try:
+            from triton import TritonError
+
+            from ampscope.probe.stats import triton_cuda
+        except ImportError:
+            self._triton = None
+            return []
+        if self._triton is False:
+            self._triton = triton_cuda.TritonKernel()
+        plains = [p if p.tensor.dtype in triton_cuda.KINDS else p._replace(tensor=p.tensor.float()) for p in plains]
+        try:
+            return list(self._triton.measure(index, plains))
+        except (TritonError, RuntimeError, OSError, subprocess.SubprocessError) as error:
+            self._triton = None
+            text = f"ampscope: Triton does not work here ({error}); torch operations measure the gradients, slower."
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
+            return []
 
     def _load(self) -> None:
         try:
