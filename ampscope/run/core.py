@@ -221,7 +221,7 @@ class RunCore:
         known = sorted({key[0] for key in self._series})
         if index not in known:
             raise AmpscopeError(f"run {self.name!r} has no session {index}; it has {', '.join(map(str, known))}")
-        return type(self)(self.path, session=index)
+        return type(self)(self.path, session=index, kind=self._kind)
 
     @property
     def events(self) -> list[Event]:
