@@ -20,6 +20,7 @@ from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import crc32c as refer
 import ampscope
 from ampscope.log.crc32c import crc32c
 from ampscope.log.encode import encode
+from ampscope.log.journal import Journal
 from ampscope.log.schema import Header
 from ampscope.log.tensorboard import KEEP_BYTES, LAYER_TAGS, TAGS, EventFile, TensorBoardSink, group, make_sink
 from ampscope.record.step import LayerStats, StepRecord
@@ -144,6 +145,43 @@ def test_a_users_summary_writer_is_used_and_not_closed(tmp_path, with_file_write
     assert values(events, "amp/loss_scale") == (list(range(12)), [65536.0] * 12)
     assert values(events, "grad_norm/block/0/weight")[0] == [0, 10]
     assert not [p for p in path.iterdir() if "tfevents" in p.name]
+
+
+def test_torchs_writer_closed_early_loses_nothing(tmp_path):
+    """The user closes it before `unwatch`: it opens itself again, as for the user's own later calls."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    (tmp_path / "r").mkdir()
+    writer = SummaryWriter(tmp_path / "mine")
+    book = Journal(tmp_path / "r", Header(LAYERS), writer, lambda: START)
+    rows = records(6, LAYERS)
+    book.record(rows[0])
+    writer.close()
+    for row in rows[1:]:
+        book.record(row)
+    book.close()
+    writer.close()
+    assert values(load(tmp_path / "mine"), "amp/loss")[0] == list(range(6))
+
+
+def test_a_users_writer_that_fails_costs_one_warning_and_no_row(tmp_path):
+    """The log goes on without it."""
+
+    class Closed:
+        def add_scalar(self, *args):
+            raise OSError("Writer is closed")
+
+        flush = add_scalar
+
+    (tmp_path / "r").mkdir()
+    book = Journal(tmp_path / "r", Header(LAYERS), Closed(), lambda: START)
+    with pytest.warns(RuntimeWarning, match=r"SummaryWriter passed to watch\(\) failed at step 0.*closed") as caught:
+        for row in records(6, LAYERS):
+            book.record(row)
+            book.flush()
+    book.close()
+    assert len(caught) == 1
+    assert len(ampscope.open_run(tmp_path / "r").steps) == 6
 
 
 def test_above_100_layers_tags_are_by_module():

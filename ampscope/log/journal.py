@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from ampscope.errors import LogError
 from ampscope.log.arrows import ArrowSink
 from ampscope.log.encode import Row, encode, encode_events
 from ampscope.log.lost import Lost
@@ -62,6 +63,9 @@ class Journal:
                 f"cannot write to {str(self._folder)!r} ({error.strerror or error}); "
                 "it keeps the newest records in memory and tries again"
             )
+            return False
+        except LogError as error:
+            self._warn(str(error))
             return False
         except Exception as error:  # the writer's own boundary: a fault here must end neither its thread nor the job
             self._warn(f"could not write a record ({type(error).__name__}: {error})")

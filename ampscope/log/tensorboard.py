@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
@@ -110,9 +111,25 @@ class UsersWriter:
 
     def __init__(self, writer: Any) -> None:
         self._writer = writer
+        self._closed = False
 
     def add(self, summary: Summary, step: int, wall: float) -> None:
-        """Write one event (or, where the writer has no file writer we know, one scalar a tag)."""
+        """Write one event (or, where the writer has no file writer we know, one scalar a tag).
+
+        Raises:
+            LogError: the user has closed the writer; from now on nothing is written.
+        """
+        if self._closed:
+            return
+        try:
+            self._add(summary, step, wall)
+        except OSError as error:
+            self._closed = True
+            raise LogError(
+                f"gets no more TensorBoard events out: the SummaryWriter passed to watch() failed at step {step} ({error})"
+            ) from None
+
+    def _add(self, summary: Summary, step: int, wall: float) -> None:
         get = getattr(self._writer, "_get_file_writer", None)
         file = get() if get is not None else None
         if file is not None and hasattr(file, "add_event"):
@@ -122,12 +139,13 @@ class UsersWriter:
             self._writer.add_scalar(value.tag, value.simple_value, step, wall)
 
     def flush(self) -> None:
-        """Flush the user's writer."""
-        self._writer.flush()
+        """Flush the user's writer; one that the user has closed has flushed already."""
+        with contextlib.suppress(OSError):
+            self._writer.flush()
 
     def close(self) -> None:
         """Flush; the writer is the user's to close."""
-        self._writer.flush()
+        self.flush()
 
 
 class TensorBoardSink:
