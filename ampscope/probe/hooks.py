@@ -10,6 +10,7 @@ import copyreg
 import functools
 import weakref
 from collections.abc import Callable, Iterable
+from types import MethodType
 from typing import Any, Protocol
 
 import torch
@@ -136,7 +137,7 @@ def post_accumulate(params: Iterable[torch.Tensor], callback: Callable[[torch.Te
 
 def _weakly(callback: Callable[..., None]) -> Callable[..., None]:
     """Return a call of `callback` that does not keep a bound method's object alive."""
-    if getattr(callback, "__self__", None) is None:
+    if not isinstance(callback, MethodType):
         return callback
     weak = weakref.WeakMethod(callback)
 

@@ -31,37 +31,41 @@ def wrapper_child(module: nn.Module) -> str | None:
     return None
 
 
-def named_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (name, module) as `root.named_modules()` does, without the prefixes wrappers add; each module once."""
+def _walk(root: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
+    """Yield (name, module, whether it only wraps another) in the order of `named_modules()`; each module once."""
     seen: set[int] = set()
 
-    def walk(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    def walk(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
         if id(module) in seen:
             return
         seen.add(id(module))
-        transparent = wrapper_child(module)
-        if transparent is None:
-            yield prefix, module
+        wrapped = wrapper_child(module)
+        yield prefix, module, wrapped is not None
         for name, child in module._modules.items():
             if child is not None:
-                yield from walk(prefix if name == transparent else f"{prefix}.{name}" if prefix else name, child)
+                yield from walk(prefix if name == wrapped else f"{prefix}.{name}" if prefix else name, child)
 
     yield from walk("", root)
 
 
+def named_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield (name, module) as `root.named_modules()` does, without wrappers and the prefixes they add; each module once."""
+    for name, module, wraps in _walk(root):
+        if not wraps:
+            yield name, module
+
+
 def named_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield (name, parameter) as `root.named_parameters()` does, without wrappers' prefixes; a tied parameter once."""
+    """Yield (name, parameter) as `root.named_parameters()` does, without wrappers' prefixes; a tied parameter once.
+
+    A wrapper's own parameters (FSDP's flat ones) have the name of what it wraps.
+    """
     seen: set[int] = set()
-    for prefix, module in [*named_modules(root), *_wrappers(root)]:
+    for prefix, module, _ in _walk(root):
         for name, param in module._parameters.items():
             if param is not None and id(param) not in seen:
                 seen.add(id(param))
                 yield f"{prefix}.{name}" if prefix else name, param
-
-
-def _wrappers(root: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Wrapper modules themselves: FSDP keeps its flat parameters there."""
-    return [("", m) for m in root.modules() if wrapper_child(m) is not None]
 
 
 def as_models(model: Any) -> dict[str, nn.Module]:
