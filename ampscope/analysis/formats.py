@@ -57,9 +57,7 @@ class Format:
 
     @property
     def flush_limit(self) -> float:
-        """Half the smallest subnormal: 0 < |x| <= `flush_limit` becomes zero (the tie at the limit goes to zero, which
-        is even).
-        """
+        """Half the smallest subnormal: 0 < |x| <= `flush_limit` becomes zero (a tie goes to zero, which is even)."""
         return float(2.0**self.flush_exponent)
 
     def flushes(self, x: npt.ArrayLike) -> npt.NDArray[np.bool_]:
@@ -91,8 +89,10 @@ _ALIASES = {f.dtype: f for f in FORMATS.values()} | {
 
 
 def find(name: object) -> Format:
-    """Return a format by its name ("fp16", "bf16", "fp8_e4m3", "fp8_e5m2"), torch's name of it, a torch dtype, or
-    itself.
+    """Return a format.
+
+    Args:
+        name: "fp16", "bf16", "fp8_e4m3", "fp8_e5m2", torch's name of one, its torch dtype, or a `Format`.
 
     Raises:
         AmpscopeError: it is none of these.

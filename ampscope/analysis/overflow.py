@@ -152,18 +152,14 @@ def _hopeless(run: Run, skipped: Array, edge: Array, near: Array) -> tuple[Array
 
 
 def not_the_scale(event: Event) -> bool:
-    """Whether an event says that a step was non-finite whatever the scale: bad input, forward pass, or a derivative
-    that FP32 has too.
-    """
+    """Whether an event puts a fault down to something that no scale cures: data, forward, a derivative bad in FP32 too."""
     if event.kind != "nonfinite" or event.data.get("in_scale") or event.data.get("role") == "hidden":
         return False
     return event.phase in ("data", "forward") or event.data.get("fp32_ok") is False
 
 
 def _gain(by_scale: Array, edge: Array, largest: Array, finite: Array) -> float:
-    """Return the median factor by which overflows came sooner than parameter gradients say, over the ends of chains of
-    skips.
-    """
+    """Return by what factor overflows came sooner than parameter gradients say: the median over ends of chains of skips."""
     ends = np.flatnonzero(by_scale[:-1] & finite[1:])
     factor = edge[ends] / largest[ends + 1]
     factor = factor[np.isfinite(factor) & (factor <= PLAUSIBLE)]

@@ -140,9 +140,11 @@ def _settings(scaler: dict[str, Any]) -> Settings | None:
         return None
     default = Settings()
     return Settings(
-        float(scaler.get("init_scale", default.init_scale)), float(scaler.get("growth_factor", default.growth_factor)),
-        float(scaler.get("backoff_factor", default.backoff_factor)), int(scaler.get("growth_interval", default.growth_interval)),
-    )  # fmt: skip
+        init_scale=float(scaler.get("init_scale", default.init_scale)),
+        growth_factor=float(scaler.get("growth_factor", default.growth_factor)),
+        backoff_factor=float(scaler.get("backoff_factor", default.backoff_factor)),
+        growth_interval=int(scaler.get("growth_interval", default.growth_interval)),
+    )
 
 
 def _interventions(

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ampscope.analysis.formats import FP16
 from ampscope.analysis.overflow import Limits, limits
-from ampscope.analysis.policy import Intervention, Recorded, Settings, Simulation, recorded, simulate
-from ampscope.analysis.shares import already, flushed
-from ampscope.analysis.tally import tally
-from ampscope.analysis.window import EXPONENTS, power
+from ampscope.analysis.policy import Intervention, Recorded, Settings, recorded, simulate
+from ampscope.analysis.waste import Cost, search_best
+from ampscope.analysis.window import power
 from ampscope.errors import AmpscopeError
 
 if TYPE_CHECKING:
@@ -25,13 +23,6 @@ TOO_MUCH = 1e-3
 """Share of all gradient elements that a better scale would have kept, from which a step counts as run at too low a
 scale.
 """
-NEIGHBOURS = 50
-"""Steps before and after one that must bear a scale for it to count as safe there."""
-HISTOGRAMS = 256
-"""Steps whose histograms are read, spread evenly."""
-INIT_SCALES = tuple(2.0**k for k in range(0, 25, 2))
-INTERVALS = (20, 50, 100, 200, 500, 1000, 2000, 5000)
-"""The grid searched for the best setting."""
 
 
 @dataclass(frozen=True)
@@ -111,9 +102,8 @@ def replay(
     Raises:
         AmpscopeError: a setting out of range, or a run without steps.
     """
-    given = {
-        "init_scale": init_scale, "growth_factor": growth_factor, "backoff_factor": backoff_factor, "growth_interval": growth_interval
-    }  # fmt: skip
+    given = {"init_scale": init_scale, "growth_factor": growth_factor}
+    given |= {"backoff_factor": backoff_factor, "growth_interval": growth_interval}
     override: dict[str, Any] = {k: v for k, v in given.items() if v is not None}
     _check(override)
     if not len(run.steps):
@@ -127,16 +117,35 @@ def replay(
     wasted = cost.of(out)
     too_low = ~out.skipped & (wasted > TOO_MUCH)
     seconds = np.nan_to_num(run.scalar("step_seconds"))
-    best, best_out, best_wasted = (
-        _search(found.limit, record, cost, settings, override) if search else (None, out, math.nan)
-    )
+    best, best_out, least = None, out, math.nan
+    if search:
+        best, best_out, least = search_best(found.limit, record, cost, settings, override)
     return Replay(
-        settings if override or own is not None else None, run.steps, out.loss_scale, out.growth_tracker, out.skipped, too_low, wasted, record.scale, record.skipped, found.limit,
-        int(out.skipped.sum()), int(record.skipped.sum()), int((out.skipped & (found.limit == 0)).sum()), int(too_low.sum()),
-        float(seconds[too_low].sum()), float(seconds[out.skipped].sum()),
-        bool(np.array_equal(out.loss_scale, record.scale) and np.array_equal(out.skipped, record.skipped)),
-        record.interventions, best, int(best_out.skipped.sum()) if best else 0, best_wasted, _assumptions(found, record, override),
-    )  # fmt: skip
+        settings=settings if override or own is not None else None,
+        steps=run.steps,
+        loss_scale=out.loss_scale,
+        growth_tracker=out.growth_tracker,
+        skipped=out.skipped,
+        too_low=too_low,
+        wasted=wasted,
+        recorded_loss_scale=record.scale,
+        recorded_skipped=record.skipped,
+        limit=found.limit,
+        skipped_steps=int(out.skipped.sum()),
+        recorded_skipped_steps=int(record.skipped.sum()),
+        hopeless_steps=int((out.skipped & (found.limit == 0)).sum()),
+        too_low_steps=int(too_low.sum()),
+        too_low_seconds=float(seconds[too_low].sum()),
+        wasted_seconds=float(seconds[out.skipped].sum()),
+        matches_record=bool(
+            np.array_equal(out.loss_scale, record.scale) and np.array_equal(out.skipped, record.skipped)
+        ),
+        interventions=record.interventions,
+        best=best,
+        best_skipped_steps=int(best_out.skipped.sum()),
+        best_wasted=least,
+        assumptions=_assumptions(found, record, override),
+    )
 
 
 def _check(override: dict[str, Any]) -> None:
@@ -148,88 +157,25 @@ def _check(override: dict[str, Any]) -> None:
     Settings(**override).check()
 
 
-class Cost:
-    """What steps at a scale cost: 1 if skipped, else the share of gradient elements flushed that a safe scale keeps."""
-
-    def __init__(self, run: Run, found: Limits) -> None:
-        self._share = np.zeros(len(EXPONENTS))
-        rows = run.histogram_rows()
-        if found.format is FP16 and len(rows):
-            rows = rows[np.unique(np.linspace(0, len(rows) - 1, HISTOGRAMS).astype(np.int64))]
-            t = tally(run, rows, run.ranks[:1], found.limit)
-            total = max(
-                float((t.elements - t.nan - sum(t.infinite.values(), np.zeros(len(t.layers), np.int64))).sum()), 1.0
-            )
-            for i, j in enumerate(EXPONENTS):
-                self._share[i] = (flushed(t, FP16, 2.0**j).value + already(t, FP16, 2.0**j)[0]).sum() / total
-        self._safe = self._at(_least(np.where(found.limit > 0, found.limit, np.inf)) / 2)
-
-    def _at(self, scale: Array) -> Array:
-        """Return the share flushed at a scale, or at the next smaller power of two."""
-        with np.errstate(divide="ignore"):
-            k = np.floor(np.log2(scale))
-        k = np.where(np.isfinite(k), k, np.where(scale > 1, EXPONENTS[-1], EXPONENTS[0]))
-        return np.asarray(self._share[np.clip(k.astype(np.int64), EXPONENTS[0], EXPONENTS[-1]) - EXPONENTS[0]])
-
-    def of(self, out: Simulation) -> Array:
-        """Return the cost of each step of a simulation, float64 [T]."""
-        return np.where(out.skipped, 1.0, np.maximum(self._at(out.loss_scale) - self._safe, 0.0))
-
-
-def _least(limit: Array) -> Array:
-    """Return the least limit among each step's neighbours."""
-    width = 2 * NEIGHBOURS + 1
-    padded = np.concatenate([np.full(NEIGHBOURS, np.inf), limit, np.full(NEIGHBOURS, np.inf)])
-    out = np.full(len(limit), np.inf)
-    reach = 1
-    while 2 * reach <= width:  # minima of 1, 2, 4, … steps, then two that overlap
-        padded = np.minimum(padded[:-reach], padded[reach:])
-        reach *= 2
-    rest = width - reach
-    out = np.minimum(padded[: len(limit)], padded[rest : rest + len(limit)])
-    return np.asarray(out)
-
-
-def _search(
-    limit: Array, record: Recorded, cost: Cost, own: Settings, override: dict[str, Any]
-) -> tuple[Settings, Simulation, float]:
-    """Try initial scales, then growth intervals at the best of them.
-
-    Of equals the one nearest to the setting at hand wins.
-    """
-    out = simulate(limit, record, override)
-    best, best_out, least = own, out, float(cost.of(out).sum())
-    for name, values in (("init_scale", INIT_SCALES), ("growth_interval", INTERVALS)):
-        base, now = best, math.log2(getattr(best, name))
-        for value in sorted(values, key=lambda v: (abs(math.log2(v) - now), v)):
-            one: dict[str, Any] = {name: value}
-            tried = replace(base, **one)
-            out = simulate(limit, record, asdict(tried))
-            wasted = float(cost.of(out).sum())
-            if wasted < least - 1e-9:
-                best, best_out, least = tried, out, wasted
-    return best, best_out, least
-
-
 def _assumptions(found: Limits, record: Recorded, override: dict[str, Any]) -> tuple[str, ...]:
     name = "FP32" if found.format is None else found.format.name.upper()
     out = [
         "Training is taken to have gone as recorded: the same gradients come at every step, whatever was skipped.",
-        "A step that was finite is finite at every smaller scale; one that overflowed because of the scale overflows at every "
-        "larger one.",
+        "A step that was finite is finite at every smaller scale; one that overflowed because of the scale overflows at "
+        "every larger one.",
         f"At a larger scale a step overflows where its largest gradient, times {found.gain:.3g}, leaves {name}'s range"
         + (" (what the recorded overflows tell of values inside backward)." if found.gain > 1 else "."),
     ]
     hopeless = int(found.hopeless.sum())
     if hopeless:
         out.append(
-            f"{hopeless} skipped steps are taken to be non-finite at any scale: their loss was not finite, a trace says so, "
-            "or the gradients around them are more than 2^6 below the limit."
+            f"{hopeless} skipped steps are taken to be non-finite at any scale: their loss was not finite, a trace says "
+            "so, or the gradients around them are more than 2^6 below the limit."
         )
     if found.unknown:
         out.append(
-            f"{found.unknown} skipped steps have no finite step near them; they are taken to be finite below the smallest "
-            "scale tried."
+            f"{found.unknown} skipped steps have no finite step near them; they are taken to be finite below the "
+            "smallest scale tried."
         )
     if not record.enabled:
         out.append(

@@ -26,11 +26,11 @@ Array = np.ndarray[Any, Any]
 
 ASSUMPTIONS = (
     "The same gradients are asked of another scale or format: training is taken to have gone as it was recorded.",
-    "Elements that were zero in the record stay zero. Those that FP16 had flushed before cannot be told from natural zeros "
-    "one by one; already_flushed_ratio estimates their share and bounds it.",
-    "NaN and inf elements have no place in a histogram. An inf counts as overflow at the scale it came at and above, and as "
-    "possible overflow down to where other steps were finite; one that no scale avoids (data, forward pass) is left out of "
-    "the windows.",
+    "Elements that were zero in the record stay zero. Those that FP16 had flushed before cannot be told from natural "
+    "zeros one by one; already_flushed_ratio estimates their share and bounds it.",
+    "NaN and inf elements have no place in a histogram. An inf counts as overflow at the scale it came at and above, "
+    "and as possible overflow down to where other steps were finite; one that no scale avoids (data, forward pass) is "
+    "left out of the windows.",
 )
 
 
@@ -48,7 +48,7 @@ class WhatIf:
     steps: Array
     """int64 [H]: the steps whose histograms were added up."""
     exact: bool
-    """Whether `flushed` is a count (the scale is a power-of-two multiple of each recorded one), not interpolated."""
+    """Whether `flushed` is a count, not interpolated: always at a power-of-two multiple of each recorded scale."""
     elements: Array
     """int64: elements seen over the steps."""
     flushed: Array
@@ -116,8 +116,8 @@ def what_if(
         run: a run with histograms (`watch(..., exponents_every=N)` keeps one every N steps).
         format: "fp16", "bf16", "fp8_e4m3", "fp8_e5m2", or torch's name or dtype of one.
         scale: loss scale, positive. `flushed` is exact where it is a power of two (and so were the recorded ones).
-        steps: step numbers to add up (one, several, a range, or a slice of step numbers); None: all that have
-            histograms. share: the underflow, as a share of a layer's elements, that is still good (0..1).
+        steps: step numbers to add up: one, several, a range, or a slice of step numbers. None: all that have histograms.
+        share: the underflow, as a share of a layer's elements, that is still good (0..1).
 
     Returns:
         Shares a layer, the window of good scales, and advice.
@@ -159,7 +159,7 @@ def collect(run: Run, steps: Any = None) -> Collected:
     if not len(chosen):
         have = run.steps[rows]
         raise AmpscopeError(
-            f"none of those steps of run {run.name!r} has a histogram; {len(have)} steps from {have[0]} to {have[-1]} have one"
+            f"none of those steps of run {run.name!r} has a histogram; {len(have)} from {have[0]} to {have[-1]} have one"
         )
     found = limits(run)
     picked = np.arange(len(run.steps)) if steps is None else np.flatnonzero(_selected(run.steps, steps))
@@ -203,8 +203,31 @@ def evaluate(collected: Collected, format: object = "fp16", scale: float = 2.0**
         low, high = windows(t, form, share)
         verdict = judge(t, form, share, low, high, collected.largest, collected.overflowed)
         return WhatIf(
-            form.name, scale, t.layers, t.steps, bool((gone.low == gone.high).all()), t.elements.copy(), gone.value,
-            t.zeros + gone.value, gone.value / n, gone.low / n, gone.high / n, weak.low / n, weak.high / n,
-            over.low / n, over.high / n, t.zeros / n, lost[0] / n, lost[1] / n, lost[2] / n, (t.nan + infinite) / n,
-            share, low, high, verdict.window, verdict.misfits, verdict.advice, ASSUMPTIONS,
-        )  # fmt: skip
+            format=form.name,
+            scale=scale,
+            layers=t.layers,
+            steps=t.steps,
+            exact=bool((gone.low == gone.high).all()),
+            elements=t.elements.copy(),
+            flushed=gone.value,
+            zeros=t.zeros + gone.value,
+            underflow_ratio=gone.value / n,
+            underflow_ratio_low=gone.low / n,
+            underflow_ratio_high=gone.high / n,
+            subnormal_ratio_low=weak.low / n,
+            subnormal_ratio_high=weak.high / n,
+            overflow_ratio_low=over.low / n,
+            overflow_ratio_high=over.high / n,
+            already_zero_ratio=t.zeros / n,
+            already_flushed_ratio=lost[0] / n,
+            already_flushed_ratio_low=lost[1] / n,
+            already_flushed_ratio_high=lost[2] / n,
+            nonfinite_ratio=(t.nan + infinite) / n,
+            share=share,
+            scale_low=low,
+            scale_high=high,
+            window=verdict.window,
+            misfits=verdict.misfits,
+            advice=verdict.advice,
+            assumptions=ASSUMPTIONS,
+        )

@@ -19,8 +19,7 @@ EXPONENTS = range(-40, 128)
 
 
 def windows(t: Tally, form: Format, share: float) -> tuple[Array, Array]:
-    """Return (smallest, largest good scale) a layer: powers of two [L]; NaN where no finite element but zeros was
-    measured.
+    """Return (smallest, largest good scale) a layer: powers of two [L]; NaN where nothing but zeros was measured.
 
     The smallest is the first at which at most `share` of the finite elements is flushed (inf if there is none), the
     largest the last at which nothing overflows (0 if there is none).
@@ -44,9 +43,7 @@ def windows(t: Tally, form: Format, share: float) -> tuple[Array, Array]:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The window of scales that suit every layer, if there is one; which layers are in its way, and what to do about
-    them.
-    """
+    """The window of scales that suit every layer, if there is one; else which layers are in its way, and what to do."""
 
     window: tuple[float, float] | None
     misfits: tuple[str, ...] = ()
@@ -86,9 +83,9 @@ def judge(t: Tally, form: Format, share: float, low: Array, high: Array, largest
     big = [names[i] for i in np.flatnonzero(known & (high < floor))]
     who = f"{_list(big)} {'overflows' if len(big) == 1 else 'overflow'}" if big else "a recorded step overflows"
     text = (
-        f"No one loss scale fits all layers: {_list(needy)} {'needs' if len(needy) == 1 else 'need'} at least {power(floor)}, and "
-        f"{who} above {power(cap)}. Give them scales of their own (multiply the gradient inside the model and divide it again), or run "
-        "them in FP32 or BF16."
+        f"No one loss scale fits all layers: {_list(needy)} {'needs' if len(needy) == 1 else 'need'} at least "
+        f"{power(floor)}, and {who} above {power(cap)}. Give them scales of their own (multiply the gradient inside the "
+        "model and divide it again), or run them in FP32 or BF16."
     )
     return Verdict(None, tuple(needy), (text,))
 
@@ -99,8 +96,9 @@ def _apart(t: Tally, form: Format, share: float, low: Array, high: Array, which:
     need = f"needs {power(low[worst])}" if np.isfinite(low[worst]) else "would need more than any scale"
     top = f"overflows above {power(high[worst])}" if high[worst] > 0 else "overflows at every scale"
     out = [
-        f"No scale suits {_list(names)} in {form.name}: {names[0]} {need} to lose no more than {share:.2g} of its elements and {top}. "
-        f"Run {'it' if len(names) == 1 else 'them'} in FP32 (torch.autocast(..., enabled=False) around the module, inputs as .float())."
+        f"No scale suits {_list(names)} in {form.name}: {names[0]} {need} to lose no more than {share:.2g} of its elements "
+        f"and {top}. Run {'it' if len(names) == 1 else 'them'} in FP32 (torch.autocast(..., enabled=False) around the "
+        "module, inputs as .float())."
     ]
     if form is not BF16:
         lost = flushed(t, BF16, 1.0).value[which] / np.maximum(t.elements[which], 1)
