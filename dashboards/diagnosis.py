@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ampscope.errors import AmpscopeError
-
 from ampscope.run.run import Run
 
 if TYPE_CHECKING:

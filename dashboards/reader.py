@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ampscope.errors import AmpscopeError, LogError
+from ampscope.errors import AmpscopeError
 from ampscope.log.rundir import DEAD_AFTER
 from ampscope.log.streams import stream_files
 from ampscope.run.find import run_folders
@@ -57,6 +57,7 @@ class RunStore:
         self._refreshed: dict[str, float] = {}
         self._wake = threading.Condition()
         self._jobs: list[tuple[Source, str, int]] = []
+        self._diagnosing: list[threading.Thread] = []
         self._asked_at = float("-inf")
         self._worker: threading.Thread | None = None
         self.diagnosis = Diagnosis(clock, self._apart)
@@ -152,6 +153,7 @@ class RunStore:
 
     def asked(self) -> None:
         """Note that a viewer waits: summaries make way."""
+        self._diagnosing: list[threading.Thread] = []
         self._asked_at = time.monotonic()
 
     @property
@@ -159,6 +161,11 @@ class RunStore:
         """Whether summaries are being made."""
         with self._wake:
             return bool(self._jobs)
+
+    def finish_reading(self, timeout: float) -> bool:
+        """Wait until every summary asked for is made; return whether it was within `timeout` seconds."""
+        with self._wake:
+            return self._wake.wait_for(lambda: not self._jobs, timeout)
 
     def _work(self) -> None:
         chunks = 0
@@ -175,12 +182,24 @@ class RunStore:
             except (AmpscopeError, OSError):
                 more = False  # the view that asked says what is wrong with the log
             chunks += 1
+            if not more or chunks % SHOW_EVERY == 0:
+                source.note()
             if not more:
                 with self._wake:
                     self._jobs.remove(job)
-            if not more or chunks % SHOW_EVERY == 0:
-                source.note()
+                    self._wake.notify_all()
 
     def _apart(self, job: Callable[[], None]) -> None:
         """Run a diagnosis in a thread of its own: it is one long piece."""
-        threading.Thread(target=job, name="ampscope-diagnosis", daemon=True).start()
+        thread = threading.Thread(target=job, name="ampscope-diagnosis", daemon=True)
+        with self._lock:
+            self._diagnosing = [t for t in self._diagnosing if t.is_alive()] + [thread]
+        thread.start()
+
+    def finish_diagnosis(self, timeout: float) -> bool:
+        """Wait until every diagnosis begun is made; return whether it was within `timeout` seconds."""
+        with self._lock:
+            threads = list(self._diagnosing)
+        for thread in threads:
+            thread.join(timeout)
+        return not any(t.is_alive() for t in threads)

@@ -117,8 +117,9 @@ class Grown:
 class _Family:
     """Progress of one family of metrics of one rank."""
 
-    def __init__(self, names: tuple[str, ...]) -> None:
-        self.tables = {name: TablePyramid() for name in names}
+    def __init__(self, family: str) -> None:
+        names = FAMILIES[family]
+        self.tables = {name: TablePyramid() for name in (*names, *(("flags",) if family == "flags" else ()))}
         self.bands: dict[str, list[Array]] = {name: [] for name in names if name in BANDS}
         self.rows = 0
 
@@ -251,7 +252,7 @@ class Source:
         """Make the summary of a family, at once if it is little work, else in the background; return the share done, 0..1."""
         settled = self._settled(len(self._steps)) // BLOCK * BLOCK
         with self._lock:
-            state = self._families.setdefault((rank, family), _Family(FAMILIES[family]))
+            state = self._families.setdefault((rank, family), _Family(family))
             missing = settled - state.rows
         if missing <= 0:
             return 1.0
@@ -268,7 +269,7 @@ class Source:
             return self._scan_histograms(rank)
         with self._lock:
             generation = self.generation
-            state = self._families.setdefault((rank, family), _Family(FAMILIES[family]))
+            state = self._families.setdefault((rank, family), _Family(family))
             start = state.rows
             stop = min(start + CHUNK, self._settled(len(self._steps)) // BLOCK * BLOCK)
         if stop <= start:
@@ -279,8 +280,6 @@ class Source:
                 return True
             for name, pyramid in state.tables.items():
                 pyramid.extend(tables[name])
-            if family == "flags":
-                state.tables.setdefault("flags", TablePyramid()).extend(tables["flags"])
             for name, parts in state.bands.items():
                 parts.append(self._over_elements(tables[name]))
                 self._values.pop((rank, name), None)

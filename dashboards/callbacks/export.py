@@ -38,12 +38,12 @@ def csv_of(store: RunStore, data: Any) -> tuple[str, str] | None:
     out = io.StringIO()
     rows = csv.writer(out, lineterminator="\n")
     for row in writer(store, ask):
-        rows.writerow([_cell(v) for v in row])
+        rows.writerow([cell(v) for v in row])
     safe = re.sub(r"[^\w.-]+", "_", ask.run)[:80]
     return f"ampscope-{safe}-{tab}.csv", out.getvalue()
 
 
-def _cell(value: Any) -> Any:
+def cell(value: Any) -> Any:
     """Return a value for CSV: full floats; text that a spreadsheet would take for a formula is quoted."""
     if isinstance(value, (float, np.floating)):
         return repr(float(value))

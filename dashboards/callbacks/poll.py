@@ -22,9 +22,11 @@ OUTPUTS = (
     "cmp-options",
     "blank",
     "blank-hidden",
+    "panels-hidden",
     "trouble",
     "trouble-hidden",
     "run",
+    "rank-hidden",
 )
 
 

@@ -24,7 +24,7 @@ def array(values: Any) -> dict[str, Any]:
     if a.dtype.kind in "bu" and a.dtype.itemsize == 1:
         a = a.astype(np.uint8)
     elif a.dtype.kind in "iu":
-        small = not a.size or (-(2**31) <= int(a.min()) and int(a.max()) < 2**31)
+        small = not a.size or (int(a.min()) >= -(2**31) and int(a.max()) < 2**31)
         a = a.astype(np.int32 if small else np.float64)
     else:
         size = np.abs(a[np.isfinite(a) & (a != 0)])

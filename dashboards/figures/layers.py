@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from ..views.layers import ABSENT, NONFINITE, UNBOUNDED, UNSAMPLED, VALUE, LayerMap
 from ..views.common import Range
+from ..views.layers import ABSENT, NONFINITE, UNBOUNDED, UNSAMPLED, VALUE, LayerMap
 from . import encode
 from .metrics import STYLES, Style, bar_trace, colorscale
 from .stack import cursor

@@ -198,20 +198,28 @@ def _axis(panel: Panel, domain: list[float]) -> dict[str, Any]:
         axis |= {"type": "log", **powers(values)}
         axis.pop("tickformat")
     elif panel.scale == "log10":
-        axis |= {"type": "log", "exponentformat": "e", "dtick": _decades(values)}
+        axis |= {"type": "log", "exponentformat": "e"}
         axis.pop("tickformat")
+        if (decades := _decades(values)) is not None:
+            axis["dtick"] = decades
     elif panel.scale == "share":
         axis |= {"tickformat": ".3~p", "rangemode": "tozero"}
         if all(not np.any(v[np.isfinite(v)]) for v in values):
             axis |= {"range": [0, 0.01], "autorange": False}  # plotly would show 0 to 100 %
+    elif not panel.suffix:
+        axis["exponentformat"] = "e"
+        axis.pop("tickformat")  # which would write 0.00002
     if panel.suffix:
         axis["ticksuffix"] = panel.suffix
     return axis | panel.ticks
 
 
-def _decades(values: Sequence[Array]) -> float:
+def _decades(values: Sequence[Array]) -> int | None:
+    """Return how many decades apart ticks are, None (plotly's choice) where there is less than two to show."""
     span = log_range(values, 10.0, 0.0, 0.0)
-    return 1 if span is None else max(1, int(np.ceil((span[1] - span[0]) / 5)))
+    if span is None or span[1] - span[0] < 2:
+        return None
+    return max(1, int(np.ceil((span[1] - span[0]) / 5)))
 
 
 def _trace(line: Line, panel: Panel, axis: str) -> dict[str, Any]:

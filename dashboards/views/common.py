@@ -27,10 +27,9 @@ class Range:
     @classmethod
     def of(cls, pair: Sequence[Any] | None) -> Range:
         """Return the range of a pair from a browser; anything else is the whole run."""
-        try:
-            low, high = (float(v) for v in pair)  # type: ignore[union-attr]  # None ends in the handler too
-        except (TypeError, ValueError):
+        if not isinstance(pair, (list, tuple)) or len(pair) != 2 or not all(isinstance(v, (int, float)) for v in pair):
             return cls()
+        low, high = float(pair[0]), float(pair[1])
         return cls(low, high) if math.isfinite(low) and math.isfinite(high) and low < high else cls()
 
     @property

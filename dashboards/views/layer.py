@@ -10,10 +10,9 @@ import numpy as np
 from ampscope.errors import AmpscopeError
 from ampscope.record.step import Layer
 
-from ..decimate import bucket_edges, pick
+from ..decimate import bucket_edges
 from ..source import Source, Window
 from .common import Curve, Range, curve
-from .overview import sessions as session_breaks
 
 Array = np.ndarray[Any, Any]
 View = Literal["scaled", "true"]
