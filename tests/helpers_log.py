@@ -31,6 +31,7 @@ class FakeClock:
         return self.now
 
     def tick(self, seconds: float = 1.0) -> float:
+        """Let time pass; return the time."""
         self.now += seconds
         return self.now
 
@@ -85,14 +86,10 @@ def iter_records(
     spread: float = 1e-4,
     loss: float = 1.0,
 ) -> Iterator[StepRecord]:
-    """Yield n records of FP16-born gradients.
+    """Yield n records of FP16-born gradients of standard deviation `spread` (unscaled), from step `first` on.
 
-    Args:
-        n, layers: how many, of what.
-        skip: steps that overflow (last layer inf): skipped, and the scale halves.
-        nan: step → layer index that is all NaN (skipped as well).
-        no_grad: step → layer index without a gradient.
-        spread: standard deviation of the true gradient.
+    `skip` are steps that overflow (the last layer has an inf): they are skipped, and the scale halves. `nan` maps a step to
+    the index of a layer that is all NaN (skipped as well), `no_grad` to one without a gradient.
     """
     rng = np.random.default_rng(seed)
     skip, nan, no_grad = set(skip), nan or {}, no_grad or {}
@@ -106,9 +103,8 @@ def iter_records(
         record = StepRecord(step, begin + (step - first), scalars, observed={"skipped/Adam.0": float(skipped)})
         if step % every == 0 or skipped:
             with np.errstate(over="ignore"):
-                grads: list[Any] = [
-                    (rng.standard_normal(x.shape) * spread * scale).astype(np.float16).astype(np.float32) for x in layers
-                ]
+                scaled = [rng.standard_normal(x.shape) * spread * scale for x in layers]
+                grads: list[Any] = [g.astype(np.float16).astype(np.float32) for g in scaled]
             if step in skip:
                 grads[-1].flat[0] = np.inf
             if step in nan:
@@ -120,14 +116,16 @@ def iter_records(
         if step % exponents_every == 0:
             record.weight_norm = np.linspace(1.0, 2.0, len(layers))
         if skipped:
-            culprit = layers[nan[step] if step in nan else -1].name
-            record.events.append(Event(step, "skip", layers=(culprit,), message="step skipped", data={"optimizers": ["Adam.0"]}))
-            record.events.append(Event(step, "backoff", message="loss scale halved", data={"from": scale, "to": scale / 2}))
+            culprit, told = layers[nan.get(step, -1)].name, {"optimizers": ["Adam.0"]}
+            record.events.append(Event(step, "skip", layers=(culprit,), message="step skipped", data=told))
+            change = {"from": scale, "to": scale / 2}
+            record.events.append(Event(step, "backoff", message="loss scale halved", data=change))
             scale, tracker = scale / 2, 0
         else:
             tracker += 1
             if tracker == growth_interval:
-                record.events.append(Event(step, "growth", message="loss scale doubled", data={"from": scale, "to": scale * 2}))
+                change = {"from": scale, "to": scale * 2}
+                record.events.append(Event(step, "growth", message="loss scale doubled", data=change))
                 scale, tracker = scale * 2, 0
         yield record
 
@@ -207,8 +205,21 @@ def bulk_run(
     """Write a large run fast (100,000 steps × 200 layers in well under a minute): random columns straight into big batches."""
     layers = make_layers(n_layers, numel)
     found = claim(log_dir, name)
-    scaler = {"enabled": True, "type": "GradScaler", "init_scale": 2.0**16, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
-    head = Header(layers=layers, scaler=scaler, versions={"torch": "2.4.0"}, created=START, settings={"every": 1, "exponents_every": exponents_every})
+    scaler = {
+        "enabled": True,
+        "type": "GradScaler",
+        "init_scale": 2.0**16,
+        "growth_factor": 2.0,
+        "backoff_factor": 0.5,
+        "growth_interval": 2000,
+    }
+    head = Header(
+        layers=layers,
+        scaler=scaler,
+        versions={"torch": "2.4.0"},
+        created=START,
+        settings={"every": 1, "exponents_every": exponents_every},
+    )
     sink = ArrowSink(found.path, head)
     rng = np.random.default_rng(seed)
     base = rng.integers(100, 400, (batch, n_layers))

@@ -169,7 +169,10 @@ def test_a_changed_layer_set_begins_a_part(tmp_path):
     for record in records(3, more, first=3):
         book.record(record)
     book.close()
-    assert sorted(p.name for p in (tmp_path / "r").iterdir()) == ["ampscope-0-rank0-part1.arrows", "ampscope-0-rank0.arrows"]
+    assert sorted(p.name for p in (tmp_path / "r").iterdir()) == [
+        "ampscope-0-rank0-part1.arrows",
+        "ampscope-0-rank0.arrows",
+    ]
     run = ampscope.open_run(tmp_path / "r")
     assert run.steps.tolist() == list(range(6))
     assert [x.name for x in run.layers] == [x.name for x in more]

@@ -277,7 +277,16 @@ def test_a_running_server_shows_the_tags(tmp_path):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(tmp_path), "--port", str(port), "--load_fast=false"]
+    command = [
+        sys.executable,
+        "-m",
+        "tensorboard.main",
+        "--logdir",
+        str(tmp_path),
+        "--port",
+        str(port),
+        "--load_fast=false",
+    ]
     with open(tmp_path / "out", "wb") as out:
         server = subprocess.Popen([*command, "--host", "127.0.0.1"], stdout=out, stderr=out)
 

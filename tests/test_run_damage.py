@@ -8,11 +8,11 @@ import struct
 import numpy as np
 import pyarrow as pa
 import pytest
-from tests.helpers_log import make_layers, records, write_run
 
 import ampscope
 from ampscope.log import schema
 from ampscope.log.schema import HEADER_KEY
+from tests.helpers_log import make_layers, records, write_run
 
 LAYERS = make_layers(3, 64)
 
@@ -62,7 +62,7 @@ def test_a_flipped_bit_costs_its_batch_and_never_changes_a_number(log):
         events = got.pop("events")
         assert events <= sound["events"]
         for key, value in got.items():
-            assert value == sound[key] or value != value, (trial, key)  # noqa: PLR0124  (NaN)
+            assert value == sound[key] or value != value, (trial, key)
         noticed += bool(run.damage)
         if len(run.steps) < 90 or run.metric("grad_max").shape[1] != 3 or not run.sampled.all():
             assert run.damage

@@ -32,7 +32,10 @@ def test_a_later_session_goes_on_with_the_steps(tmp_path):
     assert run.steps.tolist() == list(range(25))
     np.testing.assert_array_equal(run.scalar("loss"), [r.scalars["loss"] for r in (*first, *second)])
     assert run.exponents(0)[0].tolist() == [0, 10, 20]
-    assert [(s.index, s.first_step, s.last_step, s.finished) for s in run.sessions] == [(0, 0, 14, True), (1, 15, 24, True)]
+    assert [(s.index, s.first_step, s.last_step, s.finished) for s in run.sessions] == [
+        (0, 0, 14, True),
+        (1, 15, 24, True),
+    ]
 
 
 def test_where_sessions_overlap_the_later_one_wins_and_each_stays_whole(tmp_path):
@@ -197,7 +200,12 @@ def test_refresh_reads_only_what_was_appended(tmp_path, monkeypatch):
     run = ampscope.open_run(tmp_path / "r")
     read = []
     real = streams._read_into
-    monkeypatch.setattr(streams, "_read_into", lambda f, at, view: (read.append(len(view)), real(f, at, view)) and None)
+
+    def counting(file, at, view):
+        read.append(len(view))
+        real(file, at, view)
+
+    monkeypatch.setattr(streams, "_read_into", counting)
     writer.write(records(1, LAYERS, first=200))
     assert run.refresh()
     assert sum(read) < 40_000

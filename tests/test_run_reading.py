@@ -97,7 +97,10 @@ def test_metrics_equal_a_slow_reference(tmp_path):
     rng = np.random.default_rng(3)
     grads, scales, rows = [], [2.0**10, 1000.0, 2.0**-3, 1.0], []
     for step, scale in enumerate(scales):
-        g = [(rng.standard_normal((4, 16)) * 10.0 ** rng.uniform(-8, 2)).astype(np.float16).astype(np.float32) for _ in LAYERS]
+        g = [
+            (rng.standard_normal((4, 16)) * 10.0 ** rng.uniform(-8, 2)).astype(np.float16).astype(np.float32)
+            for _ in LAYERS
+        ]
         g[0][:2] = 0
         g[1].flat[:3] = [np.inf, -np.inf, np.nan]
         if step == 3:
@@ -214,7 +217,17 @@ def test_unsampled_steps_are_nan_and_not_sampled(tmp_path):
 def test_events_come_back_whole_and_by_step(tmp_path):
     """Every field, JSON data, odd text."""
     rows = records(3, LAYERS)
-    event = Event(2, "nonfinite", 0, "backward", ("b", "a"), "aten::<x>", "train.py:3", "NaN – “born” here\n", {"n": [1, None], "k": {"x": 1.5}})
+    event = Event(
+        2,
+        "nonfinite",
+        0,
+        "backward",
+        ("b", "a"),
+        "aten::<x>",
+        "train.py:3",
+        "NaN – “born” here\n",
+        {"n": [1, None], "k": {"x": 1.5}},
+    )
     rows[2].events = [event, Event(1, "note", message="late")]
     run = ampscope.open_run(write_run(tmp_path, LAYERS, rows))
     assert run.events == [Event(1, "note", message="late"), event]
@@ -321,7 +334,12 @@ def test_scalars_of_a_long_run_read_no_layer_column(tmp_path, monkeypatch):
     import ampscope.log.streams as streams
 
     real = streams._read_into
-    monkeypatch.setattr(streams, "_read_into", lambda f, at, view: (read.append(len(view)), real(f, at, view)) and None)
+
+    def counting(file, at, view):
+        read.append(len(view))
+        real(file, at, view)
+
+    monkeypatch.setattr(streams, "_read_into", counting)
     run = Run(path)
     run.scalar("loss_scale")
     assert len(run.steps) == 20_000

@@ -78,8 +78,10 @@ class Journal:
             _say(f"ampscope {text}. Training goes on.")
 
     def _make_context(self) -> underflow.Context:
+        """Return what the underflow estimate knows of the layers."""
         header = self._header
-        return underflow.Context.of(header.layers, self._order, header.settings.get("tables", ()), header.gradients == "replicated")
+        tables, summed = header.settings.get("tables", ()), header.gradients == "replicated"
+        return underflow.Context.of(header.layers, self._order, tables, summed)
 
     def record(self, record: StepRecord) -> None:
         """Take a record; it is on disk after the next `flush`."""

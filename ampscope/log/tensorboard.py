@@ -126,7 +126,7 @@ class UsersWriter:
         except OSError as error:
             self._closed = True
             raise LogError(
-                f"gets no more TensorBoard events out: the SummaryWriter passed to watch() failed at step {step} ({error})"
+                f"writes no more to TensorBoard: the SummaryWriter passed to watch() failed at step {step} ({error})"
             ) from None
 
     def _add(self, summary: Summary, step: int, wall: float) -> None:

@@ -49,7 +49,14 @@ class RunCore:
     Methods may be called from any thread.
     """
 
-    def __init__(self, path: str | os.PathLike[str], session: int | None = None, *, lazy: bool = False, kind: str = "gradients") -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        session: int | None = None,
+        *,
+        lazy: bool = False,
+        kind: str = "gradients",
+    ) -> None:
         """Open a run's folder.
 
         Args:
@@ -121,14 +128,8 @@ class RunCore:
             return False
 
     def _measure(self) -> dict[Path, int]:
-        sizes = {}
-        for series in self._series.values():
-            for path in series.files:
-                try:
-                    sizes[path] = path.stat().st_size
-                except OSError:
-                    continue
-        return sizes
+        found = {path: _stat(path) for series in self._series.values() for path in series.files}
+        return {path: stat.st_size for path, stat in found.items() if stat is not None}
 
     @property
     def ordered(self) -> list[Series]:
@@ -181,14 +182,8 @@ class RunCore:
     @property
     def last_seen(self) -> float:
         """Unix seconds of the last sign of life (the writer touches its files every 5 s); 0 if the files are gone."""
-        newest = 0.0
-        for series in self.ordered:
-            for path in series.files:
-                try:
-                    newest = max(newest, path.stat().st_mtime)
-                except OSError:
-                    continue
-        return newest
+        found = [_stat(path) for series in self.ordered for path in series.files]
+        return max((stat.st_mtime for stat in found if stat is not None), default=0.0)
 
     @property
     def damage(self) -> list[str]:
@@ -256,7 +251,8 @@ class RunCore:
         Args:
             name: a name in `scalars`.
             rank: which process.
-            start, stop: only positions in `steps` from `start` to before `stop` (who follows a long run reads what is new).
+            start: only from this position in `steps` on (who follows a long run reads what is new).
+            stop: only to before this position.
 
         Raises:
             AmpscopeError: no such scalar or rank.
@@ -339,6 +335,13 @@ class RunCore:
         elif 0 <= int(name) < len(now.layers):
             return int(name)
         raise AmpscopeError(f"no layer {name!r} in run {self.name!r}")
+
+
+def _stat(path: Path) -> os.stat_result | None:
+    try:
+        return path.stat()
+    except OSError:
+        return None
 
 
 def cells(rows: Array, layers: Array, n: int) -> Any:

@@ -43,14 +43,18 @@ def find_runs(log_dir: str | os.PathLike[str] = "logs", *, errors: list[str] | N
     Raises:
         LogError: `log_dir` does not exist or is not a folder.
     """
-    runs = []
-    for folder in run_folders(log_dir):
-        try:
-            runs.append(Run(folder, lazy=True))
-        except LogError as error:
-            if errors is not None:
-                errors.append(str(error))
+    opened = (_open(folder, errors) for folder in run_folders(log_dir))
+    runs = [run for run in opened if run is not None]
     return sorted(runs, key=lambda r: (r.last_seen, r.name), reverse=True)
+
+
+def _open(folder: Path, errors: list[str] | None) -> Run | None:
+    try:
+        return Run(folder, lazy=True)
+    except LogError as error:
+        if errors is not None:
+            errors.append(str(error))
+        return None
 
 
 def open_run(path: str | os.PathLike[str]) -> Run:

@@ -1,4 +1,4 @@
-"""The layer metrics of a run, from the log's columns. Formulas: design.md §3; `docs/log-format.md` lists the columns."""
+"""The layer metrics of a run, from the log's columns. `docs/log-format.md` lists formulas and columns."""
 
 from __future__ import annotations
 
@@ -30,60 +30,58 @@ class Steps:
     micro_steps: Array
 
 
-def _grad_norm(c: Columns, scale: Array, numel: Array) -> Array:
-    return np.sqrt(c["sum_squares"]) / scale
+@dataclass(frozen=True)
+class Inputs:
+    """What a formula may use: columns [T, L] (with `ESTIMATES` where needed), loss scale [T, 1], elements [L]."""
+
+    columns: Columns
+    scale: Array
+    numel: Array
+
+    def __getitem__(self, column: str) -> Array:
+        return self.columns[column]
+
+    def share(self, column: str) -> Array:
+        """Return a count as a share of the elements."""
+        return self.columns[column] / np.maximum(self.numel, 1)
 
 
-def _grad_max(c: Columns, scale: Array, numel: Array) -> Array:
-    return c["max_abs"].astype(np.float64) / scale
+Formula = Callable[[Inputs], Array]
 
 
-def _share(name: str) -> Callable[[Columns, Array, Array], Array]:
-    def share(c: Columns, scale: Array, numel: Array) -> Array:
-        return c[name] / np.maximum(numel, 1)
-
-    return share
+def _share(column: str) -> Formula:
+    return lambda x: x.share(column)
 
 
-def _underflow(which: int) -> Callable[[Columns, Array, Array], Array]:
-    def ratio(c: Columns, scale: Array, numel: Array) -> Array:
-        return c[ESTIMATES[which]]
-
-    return ratio
+def _plain(column: str) -> Formula:
+    return lambda x: x[column]
 
 
-def _unscaled(c: Columns, scale: Array, numel: Array) -> Array:
-    """What was flushed at the scale used would be flushed without it too."""
-    return np.minimum(c["below_unscaled"] / np.maximum(numel, 1) + c[ESTIMATES[0]], 1.0)
+def _headroom(x: Inputs) -> Array:
+    largest = np.where(x["pos_inf"] + x["neg_inf"] > 0, np.inf, x["max_abs"].astype(np.float64))
+    return np.asarray(np.log2(FP16_MAX / largest))
 
 
-def _headroom(c: Columns, scale: Array, numel: Array) -> Array:
-    largest = np.where(c["pos_inf"] + c["neg_inf"] > 0, np.inf, c["max_abs"].astype(np.float64))
-    return np.log2(FP16_MAX / largest)
+def _unscaled(x: Inputs) -> Array:
+    # What was flushed at the scale used would be flushed without it too.
+    return np.asarray(np.minimum(x.share("below_unscaled") + x[ESTIMATES[0]], 1.0))
 
 
-def _nonfinite(c: Columns, scale: Array, numel: Array) -> Array:
-    return (c["nan"] + c["pos_inf"] + c["neg_inf"]).astype(np.float64)
-
-
-METRICS: dict[str, tuple[tuple[str, ...], Callable[[Columns, Array, Array], Array]]] = {
-    "grad_norm": (("sum_squares",), _grad_norm),
-    "grad_max": (("max_abs",), _grad_max),
+METRICS: dict[str, tuple[tuple[str, ...], Formula]] = {
+    "grad_norm": (("sum_squares",), lambda x: np.asarray(np.sqrt(x["sum_squares"]) / x.scale)),
+    "grad_max": (("max_abs",), lambda x: np.asarray(x["max_abs"].astype(np.float64) / x.scale)),
     "zero_ratio": (("zeros",), _share("zeros")),
     "subnormal_ratio": (("subnormal",), _share("subnormal")),
-    "underflow_ratio": (UNDERFLOW_COLUMNS, _underflow(0)),
-    "underflow_ratio_low": (UNDERFLOW_COLUMNS, _underflow(1)),
-    "underflow_ratio_high": (UNDERFLOW_COLUMNS, _underflow(2)),
-    "underflow_ratio_measured": (
-        ("probed_flushed",),
-        lambda c, scale, numel: c["probed_flushed"] / np.maximum(numel, 1),
-    ),
+    "underflow_ratio": (UNDERFLOW_COLUMNS, _plain(ESTIMATES[0])),
+    "underflow_ratio_low": (UNDERFLOW_COLUMNS, _plain(ESTIMATES[1])),
+    "underflow_ratio_high": (UNDERFLOW_COLUMNS, _plain(ESTIMATES[2])),
+    "underflow_ratio_measured": (("probed_flushed",), _share("probed_flushed")),
     "underflow_ratio_unscaled": (("below_unscaled", *UNDERFLOW_COLUMNS), _unscaled),
     "headroom_bits": (("max_abs", "pos_inf", "neg_inf"), _headroom),
-    "nonfinite_count": (("nan", "pos_inf", "neg_inf"), _nonfinite),
-    "weight_norm": (("weight_norm",), lambda c, scale, numel: c["weight_norm"]),
+    "nonfinite_count": (("nan", "pos_inf", "neg_inf"), lambda x: x["nan"] + x["pos_inf"] + x["neg_inf"]),
+    "weight_norm": (("weight_norm",), _plain("weight_norm")),
 }
-"""Metric → (columns it needs, function of columns [T, L], loss scale [T, 1] and elements [L])."""
+"""Metric → (columns it needs, its formula)."""
 
 UNMASKED = ("weight_norm", "underflow_ratio_measured")
 """Metrics whose NaN does not depend on whether the gradient was measured."""
@@ -114,8 +112,7 @@ def compute(metric: str, columns: Columns, scale: Array, numel: Array, steps: St
         found = underflow.estimate(columns, steps.context, scale, steps.loss, steps.micro_steps)
         columns = {**columns, **dict(zip(ESTIMATES, found, strict=True))}
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        out = METRICS[metric][1](columns, np.asarray(scale, np.float64)[:, None], numel)
-        result = np.asarray(out, np.float32).copy() if out.dtype == np.float32 else out.astype(np.float32)
+        result = METRICS[metric][1](Inputs(columns, np.asarray(scale, np.float64)[:, None], numel)).astype(np.float32)
     if metric not in UNMASKED:
         result[columns["state"] != MEASURED] = np.nan
     return result

@@ -38,7 +38,10 @@ class Run(RunCore):
 
     @property
     def activations(self) -> Run | None:
-        """The run's activation statistics (`watch(activations=True)`), with layers "MODULE:output" and "MODULE:grad"; None if there are none."""
+        """The run's activation statistics (`watch(activations=True)`), None if there are none.
+
+        Its layers are "MODULE:output" and "MODULE:grad".
+        """
         with self._lock:
             if self._activations is None and stream_files(self.path, "activations"):
                 self._activations = Run(self.path, self._session, kind="activations")
@@ -81,7 +84,8 @@ class Run(RunCore):
         with self._lock:
             wanted = self.wanted(rows)
             first, stop = (int(wanted[0]), int(wanted[-1]) + 1) if len(wanted) else (0, 0)
-            scale, loss, micro = (self.scalar(n, rank, first, stop)[wanted - first] for n in ("loss_scale", "loss", "micro_steps"))
+            at_step = (self.scalar(n, rank, first, stop)[wanted - first] for n in ("loss_scale", "loss", "micro_steps"))
+            scale, loss, micro = at_step
             shape = (len(wanted), len(self.now.layers))
             out = {name: np.full(shape, np.nan, np.float32) for name in names}
             needed = tuple(dict.fromkeys(c for name in names for c in metrics.columns_of(name)))
@@ -132,9 +136,7 @@ class Run(RunCore):
         """
         return self._of_layer("exact", layer, rank)
 
-    def _of_layer(
-        self, which: str, layer: LayerKey, rank: int, only: RowKey | None = None
-    ) -> tuple[Array, Array]:
+    def _of_layer(self, which: str, layer: LayerKey, rank: int, only: RowKey | None = None) -> tuple[Array, Array]:
         with self._lock:
             now, index, ordered = self.now, self.layer_index(layer), self.ordered
             steps, tables = [np.zeros(0, np.int64)], [np.zeros((0, 256), np.int64)]

@@ -95,7 +95,7 @@ class Series:
         self.events = [e for b in self.blocks for _, e in b.events]
 
     def scalar(self, name: str, first: int = 0, stop: int | None = None) -> Array:
-        """Return a scalar of the rows from `first` to before `stop`, float64 [stop - first]; NaN where it was not recorded."""
+        """Return a scalar of rows `first` to before `stop`, float64 [stop - first]; NaN where it was not recorded."""
         stop = len(self.steps) if stop is None else stop
         a = max(0, int(np.searchsorted(self._starts, first, "right")) - 1)
         b = int(np.searchsorted(self._starts, stop, "left"))
