@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, cast
 
 import numpy as np
@@ -30,8 +30,10 @@ class Block:
     """name → (positions among `rows`, values) of `.log()` and observed values."""
     histograms: Array
     """bool: whether a row holds histograms."""
-    events: list[tuple[int, Event]]
-    """(row number, event)."""
+    event_rows: Array
+    """int64: row number of each event."""
+    event_items: pa.StructArray | None
+    """The events; decoded when they are asked for (a run that skips every step has hundreds of thousands)."""
     last_row: int
     """Greatest row number in the batch, step or not; -1 where it is empty."""
     frame: frames.Frame | None = None
@@ -57,25 +59,30 @@ def make_block(batch: pa.RecordBatch, frame: frames.Frame | None, keep: pa.Recor
     histograms = (
         _plain(batch, "has_histograms").astype(bool)[take] if "has_histograms" in names else np.zeros(len(take), bool)
     )
-    events = _events(batch, rows) if "events" in names else []
+    event_rows, items = np.zeros(0, np.int64), None
+    if "events" in names:
+        column = batch.column("events")
+        event_rows, items = np.repeat(rows, np.diff(column.offsets.to_numpy(zero_copy_only=False))), column.flatten()
     last = int(rows.max()) if len(rows) else -1
-    return Block(rows[take], take, _plain(batch, "step")[take], scalars, extra, histograms, events, last, frame, keep)
+    steps = _plain(batch, "step")[take]
+    return Block(rows[take], take, steps, scalars, extra, histograms, event_rows, items, last, frame, keep)
 
 
 def after(block: Block, last: int) -> Block | None:
     """Return the rows and events of a block beyond row `last`, or None if there are none."""
     if block.last_row <= last:
         return None
-    keep = block.rows > last
-    events = [(r, e) for r, e in block.events if r > last]
-    if keep.all() and len(events) == len(block.events):
+    keep, told = block.rows > last, block.event_rows > last
+    if keep.all() and told.all():
         return block
     move = np.cumsum(keep) - 1
     extra = {k: (move[p[keep[p]]], v[keep[p]]) for k, (p, v) in block.extra.items()}
     scalars = {k: v[keep] for k, v in block.scalars.items()}
+    items = block.event_items
     return Block(
-        block.rows[keep], block.take[keep], block.steps[keep], scalars, extra, block.histograms[keep], events,
-        block.last_row, block.frame, block.batch,
+        block.rows[keep], block.take[keep], block.steps[keep], scalars, extra, block.histograms[keep],
+        block.event_rows[told], None if items is None else items.filter(pa.array(told)), block.last_row, block.frame,
+        block.batch,
     )  # fmt: skip
 
 
@@ -95,18 +102,22 @@ def _map_column(column: pa.MapArray) -> dict[str, tuple[Array, Array]]:
     return {name: (at[codes == i], values[codes == i]) for i, name in enumerate(keys.dictionary.to_pylist())}
 
 
-def _events(batch: pa.RecordBatch, rows: Array) -> list[tuple[int, Event]]:
-    column = batch.column("events")
-    lengths = np.diff(column.offsets.to_numpy(zero_copy_only=False))
-    return [(int(rows[i]), _event(e)) for i in np.flatnonzero(lengths) for e in column[int(i)].as_py()]
+def events(block: Block) -> list[Event]:
+    """Decode the events of a block, in order."""
+    if block.event_items is None or not len(block.event_rows):
+        return []
+    columns = {f.name: block.event_items.field(f.name).to_pylist() for f in block.event_items.type}
+    return [
+        Event(step, cast(EventKind, kind), rank, phase, tuple(layers or ()), op or "", where or "", message or "", _data(data))
+        for step, kind, rank, phase, layers, op, where, message, data in zip(
+            *(columns[f.name] for f in fields(Event)), strict=True
+        )
+    ]
 
 
-def _event(e: dict[str, Any]) -> Event:
+def _data(text: str | None) -> dict[str, Any]:
     try:
-        data = json.loads(e.get("data") or "{}")
+        data = json.loads(text or "{}")
     except ValueError:
-        data = {}
-    return Event(
-        e["step"], cast(EventKind, e["kind"]), e["rank"], e["phase"], tuple(e["layers"] or ()), e["op"] or "",
-        e["where"] or "", e["message"] or "", data if isinstance(data, dict) else {},
-    )  # fmt: skip
+        return {}
+    return data if isinstance(data, dict) else {}

@@ -11,8 +11,8 @@ import pyarrow as pa
 
 from ampscope.log.schema import BASE, LAYER_COLUMNS, Header, make_schema
 from ampscope.log.streams import Stream, tail_of
-from ampscope.record.step import MEASURED
-from ampscope.run.block import Block, after, make_block
+from ampscope.record.step import MEASURED, Event
+from ampscope.run.block import Block, after, events, make_block
 from ampscope.run.histograms import INDEX, VALUES, spread
 
 Array = np.ndarray[Any, Any]
@@ -71,7 +71,7 @@ class Series:
         Raises:
             LogError: a newer version, or not an ampscope log.
         """
-        before = (len(self.steps), len(self.events), self.finished, self.header, len(self.damage))
+        before = (len(self.steps), self.event_count, self.finished, self.header, len(self.damage))
         # The tail goes first: what it held may move to the main file meanwhile.
         anew, fresh = self._tail.read_new(ALL)
         if anew:
@@ -84,7 +84,7 @@ class Series:
         last = max((b.last_row for b in self._main_blocks), default=-1)
         self._tail_blocks = [c for b in self._tail_blocks if (c := after(b, last)) is not None]
         self._settle()
-        return anew or before != (len(self.steps), len(self.events), self.finished, self.header, len(self.damage))
+        return anew or before != (len(self.steps), self.event_count, self.finished, self.header, len(self.damage))
 
     def _settle(self) -> None:
         self.blocks = [*self._main_blocks, *self._tail_blocks]
@@ -92,7 +92,7 @@ class Series:
         self._starts = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]).astype(np.int64)
         none = np.zeros(0, np.int64)
         self.steps: Array = np.concatenate([b.steps for b in self.blocks]) if self.blocks else none
-        self.events = [e for b in self.blocks for _, e in b.events]
+        self.event_count = sum(len(b.event_rows) for b in self.blocks)
 
     def scalar(self, name: str, first: int = 0, stop: int | None = None) -> Array:
         """Return a scalar of rows `first` to before `stop`, float64 [stop - first]; NaN where it was not recorded."""
@@ -108,6 +108,11 @@ class Series:
                 where, found = block.extra[name]
                 out[start + where] = found
         return out[first - begin : stop - begin]
+
+    @property
+    def events(self) -> list[Event]:
+        """Every event, in order."""
+        return [e for b in self.blocks for e in events(b)]
 
     @property
     def extra(self) -> set[str]:
