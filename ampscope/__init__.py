@@ -9,7 +9,27 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ampscope.errors import AmpscopeError, LogError
+    from ampscope.analysis.diagnose import diagnose as diagnose
+    from ampscope.analysis.finding import Finding as Finding
+    from ampscope.analysis.replay import Replay as Replay
+    from ampscope.analysis.replay import replay as replay
+    from ampscope.analysis.whatif import WhatIf as WhatIf
+    from ampscope.analysis.whatif import what_if as what_if
+    from ampscope.errors import AmpscopeError as AmpscopeError
+    from ampscope.errors import LogError as LogError
+    from ampscope.probe.audit import Audit as Audit
+    from ampscope.probe.audit import audit as audit
+    from ampscope.probe.trace import trace as trace
+    from ampscope.probe.watch import Watch as Watch
+    from ampscope.probe.watch import handle as handle
+    from ampscope.probe.watch import unwatch as unwatch
+    from ampscope.probe.watch import watch as watch
+    from ampscope.record.step import Event as Event
+    from ampscope.record.step import Layer as Layer
+    from ampscope.run.find import find_runs as find_runs
+    from ampscope.run.find import open_run as open_run
+    from ampscope.run.run import Run as Run
+    from ampscope_dashboards.notebook import show as show
 
 __version__ = "0.1.0"
 
@@ -22,6 +42,7 @@ _PUBLIC = {
     "Watch": "ampscope.probe.watch",
     "trace": "ampscope.probe.trace",
     "audit": "ampscope.probe.audit",
+    "Audit": "ampscope.probe.audit",
     "find_runs": "ampscope.run.find",
     "open_run": "ampscope.run.find",
     "Run": "ampscope.run.run",
@@ -36,7 +57,7 @@ _PUBLIC = {
     "show": "ampscope_dashboards.notebook",
 }
 
-__all__ = ["__version__", *_PUBLIC]  # noqa: PLE0604  (computed on purpose: one table of public names)
+__all__ = ["__version__", *_PUBLIC]
 
 
 def __getattr__(name: str) -> Any:

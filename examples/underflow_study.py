@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -35,7 +36,7 @@ def network():
     """Return a deep, narrow network: gradients shrink on the way to the first layers."""
     torch.manual_seed(0)
     widths = [64, 64, 64, 64, 64]
-    layers = [m for a, b in zip(widths, widths[1:]) for m in (nn.Linear(a, b), nn.Tanh())]
+    layers = [m for a, b in pairwise(widths) for m in (nn.Linear(a, b), nn.Tanh())]
     return nn.Sequential(*layers, nn.Linear(64, 10))
 
 
@@ -73,12 +74,11 @@ def underflow(run):
 
 def figure(results):
     """Return a Plotly figure of accuracy and underflow by layer."""
-    import plotly.graph_objects as go
     from plotly.subplots import make_subplots
 
     fig = make_subplots(1, 2, column_widths=[0.35, 0.65], subplot_titles=("How accurate?", "How much of each gradient is lost?"))
     fig.add_bar(x=[name for name, _, _ in results], y=[accuracy * 100 for _, accuracy, _ in results], marker_color="#0072B2", showlegend=False, row=1, col=1)
-    for (name, _, shares), colour in zip(results, ("#000000", "#D55E00", "#009E73")):
+    for (name, _, shares), colour in zip(results, ("#000000", "#D55E00", "#009E73"), strict=True):
         if shares:
             fig.add_bar(x=list(shares), y=[s * 100 for s in shares.values()], name=name, marker_color=colour, row=1, col=2)
     fig.update_yaxes(title_text="test accuracy, %", range=[0, 100], row=1, col=1)

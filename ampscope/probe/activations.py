@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -80,9 +81,9 @@ class Activations(Observer):
         if self._off or recorder.window.step % self._every:
             return
         for name, module in self._modules:
-            self._handles.add(hooks.forward_post(module, lambda m, args, output, name=name: self._after_forward(recorder, name, m, output)))
+            self._handles.add(hooks.forward_post(module, partial(self._after_forward, recorder, name)))
 
-    def _after_forward(self, recorder: Recorder, name: str, module: torch.nn.Module, output: Any) -> None:
+    def _after_forward(self, recorder: Recorder, name: str, module: torch.nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
             self._compiled = True
             return
@@ -97,9 +98,12 @@ class Activations(Observer):
                 continue
             if not recomputed:
                 self._pieces.setdefault(f"{name}:output", Pieces()).take(tensor)
-            handle = hooks.on_gradient(tensor, lambda grad, name=name: self._pieces.setdefault(f"{name}:grad", Pieces()).take(grad))
+            handle = hooks.on_gradient(tensor, partial(self._gradient, f"{name}:grad"))
             if handle is not None:
                 self._on_tensors.add(handle)
+
+    def _gradient(self, name: str, grad: torch.Tensor) -> None:
+        self._pieces.setdefault(name, Pieces()).take(grad)
 
     def before_update(self, recorder: Recorder, new_scale: Any) -> None:
         """Write the step's record."""

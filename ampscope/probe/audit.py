@@ -153,7 +153,8 @@ def _gradients(
         raise AmpscopeError("audit(): loss_fn(model, batch) must return a scalar tensor that requires a gradient")
     grads = torch.autograd.grad(loss, params, torch.full_like(loss, scale, dtype=loss.dtype), allow_unused=True)
     out: list[Array | None] = []
-    for g in grads:
+    found: list[torch.Tensor | None] = list(grads)  # None where unused, whatever the stubs say
+    for g in found:
         if g is None:
             out.append(None)
             continue

@@ -80,6 +80,10 @@ class Culprit(Observer):
                 Event(recorder.step, "note", message=text, data={"topic": "backward_order", "layers": named})
             )
 
+    def closed_without_update(self, recorder: Recorder) -> None:
+        """The loop never updates: a step is over all the same."""
+        self.after_update(recorder)
+
     def closed(self) -> None:
         """Remove the hooks."""
         self._handles.remove()

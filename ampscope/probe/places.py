@@ -75,6 +75,17 @@ class Places:
         return Place(tuple(modules), tuple(types), where, function, scaling, backward and bool(modules))
 
 
+def caller() -> str:
+    """Return "file.py:line" of the innermost line that is neither torch's nor ampscope's; "" if there is none."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith((_TORCH, _HERE, "<")):
+            return f"{short(file)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
 def short(path: str) -> str:
     """Return a path relative to the working directory, or its last part where it lies elsewhere."""
     try:

@@ -202,7 +202,7 @@ class Recorder:
 
     def before_scale(self) -> None:
         """`scale()` is about to run: if an optimizer has stepped, a record may end here."""
-        if not self.window.stepped:
+        if not self.window.ended:
             return
         sampled = self.window.sampled or (self._boundary is not None and self._boundary.sampled)
         self._join()
@@ -248,7 +248,8 @@ class Recorder:
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """`scaler.step(optimizer)` begins (or `optimizer.step()` outside it)."""
-        self._begin(optimizer, self.in_scaler_call)
+        if self._carries_scale():
+            self._begin(optimizer, self.in_scaler_call)
         self._each("before_optimizer_step", self, optimizer)
         if optimizer.param_groups and not (self.window.lr or (self._boundary is not None and self._boundary.lr)):
             self.window.lr = True
@@ -257,6 +258,8 @@ class Recorder:
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """The step returned; it may have been skipped."""
         self.window.stepped.append(id(optimizer))
+        if self._carries_scale():
+            self.window.ended.add(id(optimizer))
         if not self.window.measuring and self._state.overflowed(optimizer):
             self._take(optimizer, unscaled=id(optimizer) in self.window.unscaled, skipped=True)
         self._each("after_optimizer_step", self, optimizer)
@@ -336,13 +339,21 @@ class Recorder:
         if self._boundary is not None:
             self._boundary.release()
 
+    def _carries_scale(self) -> bool:
+        """Whether gradients have the record's loss scale: not in a bare step before any scaled loss was back-propagated.
+
+        (A network trained beside the scaler, in FP32 say. Divided by the loss scale its numbers would be wrong, so there are none.)
+        """
+        parts = [self.window] if self._boundary is None else [self.window, self._boundary]
+        return self.in_scaler_call or not self._state.enabled or any(x.backward for part in parts for x in part.losses)
+
     def _begin(self, optimizer: torch.optim.Optimizer, by_scaler: bool) -> None:
         """An optimizer is unscaled or stepped. If the record has seen it step before, another one has begun."""
         key = id(optimizer)
-        if self._boundary is not None and key in self._boundary.stepped:
+        if self._boundary is not None and key in self._boundary.ended:
             self._split()
             self._each("closed_without_update", self)
-        elif by_scaler and key in self.window.stepped:
+        elif by_scaler and key in self.window.ended:
             self._read_scaler()
             self._finish()
             self._each("closed_without_update", self)

@@ -71,7 +71,8 @@ def root_of(trace: Trace) -> Birth | None:
         return plain[0] if plain else None
     backward = [b for b in trace.births if b.phase == "backward" or b.recomputed or b.place.scaling]
     reached = [b for b in backward if not b.healed]
-    return (reached or backward or [None])[0] if trace.gradients_bad else None
+    found = reached or backward
+    return found[0] if found and trace.gradients_bad else None
 
 
 def step(tracer: OpTracer, at: int) -> list[Event]:

@@ -109,11 +109,11 @@ class Trace:
     closed: bool = False
 
 
-class OpTracer(TorchDispatchMode):
+class OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's base is untyped
     """The dispatch mode. `enter` and `leave` may be called from different functions; `trace` fills meanwhile."""
 
     def __init__(self, places: Places, parameters: Mapping[int, str], training: bool = True) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.trace = Trace()
         self._places, self._training = places, training
         self._parameters = parameters
@@ -139,7 +139,7 @@ class OpTracer(TorchDispatchMode):
     def enter(self) -> None:
         """Begin to see operations of this thread (and of the backward threads it starts)."""
         self._open = True
-        self.__enter__()
+        self.__enter__()  # type: ignore[no-untyped-call]
 
     def leave(self) -> None:
         """Stop. If another mode lies above, this one only falls silent: popping it would pop the other."""
@@ -149,7 +149,7 @@ class OpTracer(TorchDispatchMode):
         stack = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
         if stack and stack[-1] is self:
             self._open = False
-            self.__exit__(None, None, None)
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self.trace.closed = True
 
     @property
@@ -197,7 +197,7 @@ class OpTracer(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, then look at what it made."""
         kwargs = kwargs or {}
-        if self.passive or func.namespace not in ("aten", "torchvision", "prims") and not func.namespace:
+        if self.passive:
             return func(*args, **kwargs)
         name = func.overloadpacket.__name__
         mutable = func._schema.is_mutable
@@ -361,7 +361,7 @@ class OpTracer(TorchDispatchMode):
             self._eps.pop(key, None)
 
     def _see_growth(self, outputs: list[torch.Tensor], summaries: list[tuple[int, float]]) -> None:
-        node = torch._C._current_autograd_node()
+        node: Any = torch._C._current_autograd_node()
         if node is None:
             return
         sequence = getattr(node, "_sequence_nr", None)

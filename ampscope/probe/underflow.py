@@ -196,5 +196,5 @@ class Untouched:
         torch.set_rng_state(self._random)
         for buffer, value in self._saved:
             # Version counters do not tell: batch_norm changes its running statistics without moving them.
-            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(buffer):
+            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(buffer):  # type: ignore[attr-defined]
                 buffer.copy_(value)

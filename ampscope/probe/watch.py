@@ -29,6 +29,7 @@ from ampscope.probe.recorder import Recorder, say
 from ampscope.probe.stats import BACKENDS
 from ampscope.probe.swapped import methods
 from ampscope.probe.underflow import UnderflowProbe
+from ampscope.probe.state import State
 from ampscope.probe.usage import Usage
 from ampscope.record.step import Event, Layer, StepRecord
 
@@ -188,7 +189,7 @@ def watch(
 def default_observers(*, probe_every: int, activations: bool) -> list[Observer]:
     """Return the parts that listen to every watched scaler, in the order they are called."""
     probe: list[Observer] = [UnderflowProbe(probe_every)] if probe_every else []
-    return [Culprit(), Usage(), ArmedTracer(), *probe]
+    return [Culprit(), Usage(), State(), ArmedTracer(), *probe]
 
 
 def unwatch(scaler: Any) -> None:

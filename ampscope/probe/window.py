@@ -111,6 +111,8 @@ class Window:
     measured: set[int] = field(default_factory=set)
     stepped: list[int] = field(default_factory=list)
     """ids of optimizers stepped, in order."""
+    ended: set[int] = field(default_factory=set)
+    """ids of those whose step used this record's scaled gradients: after it the record may end."""
     begun: set[int] = field(default_factory=set)
     """ids of optimizers whose gradients were looked at."""
     unscaled: set[int] = field(default_factory=set)
@@ -146,6 +148,7 @@ class Window:
         self.taken += later.taken
         self.measured |= later.measured
         self.stepped += later.stepped
+        self.ended |= later.ended
         self.begun |= later.begun
         self.unscaled |= later.unscaled
         self.events += later.events

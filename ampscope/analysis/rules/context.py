@@ -204,7 +204,7 @@ class Facts:
 
     @cached_property
     def dtype_of_gradients(self) -> str:
-        """ "float16", "bfloat16" or "float32": what the low mantissa bits of weight matrices' gradients say, "" if nothing is known."""
+        """The dtype that the low mantissa bits of weight matrices' gradients tell: "float16", "bfloat16", "float32", or "" if nothing does."""
         if not self.n:
             return ""
         rows = self.rows[: min(len(self.rows), 50)]

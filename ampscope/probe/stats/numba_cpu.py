@@ -74,9 +74,9 @@ class CpuKernel:
         kept: list[torch.Tensor] = []
         notes: list[tuple[int, rows.Note]] = []
         addresses, sizes, heights, doubles = [0] * n, [0] * n, [0] * n, []
-        single, strided, kind = torch.float32, torch.strided, torch.Tensor
+        single, strided, kind, is_dense = torch.float32, torch.strided, torch.Tensor, rows.is_dense
         for i, t in enumerate(tensors):
-            if type(t) is kind and t.dtype is single and t.layout is strided and t.is_contiguous() and not t.is_neg():
+            if type(t) is kind and t.dtype is single and t.layout is strided and not t.is_neg() and is_dense(t):
                 if t.dim() > 1:
                     heights[i] = t.size(0)
             else:

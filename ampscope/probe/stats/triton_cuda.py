@@ -42,16 +42,8 @@ def plan(sizes: Sequence[int], heights: Sequence[int]) -> Plan:
     parts = []
     for kind, step in ((kernels.ROWS, kernels.LINES), (kernels.COLS, kernels.LINES), (kernels.COUNT, chunk)):
         for i, (size, height) in enumerate(zip(sizes, heights, strict=True)):
-            end = (
-                size
-                if kind == kernels.COUNT
-                else 0
-                if not height
-                else height
-                if kind == kernels.ROWS
-                else size // height
-            )
-            first = np.arange(0, end, step, dtype=np.int64)
+            ends = {kernels.COUNT: size, kernels.ROWS: height, kernels.COLS: size // height if height else 0}
+            first = np.arange(0, ends[kind], step, dtype=np.int64)
             parts.append(np.stack([np.full_like(first, kind), np.full_like(first, i), first], axis=1))
     return Plan(np.concatenate(parts), chunk)
 
@@ -71,14 +63,12 @@ class TritonKernel:
                 yield TritonCopy([index[i] for i in members], mine, made, results)
 
     def launch(self, kind: int, plains: Sequence[rows.Plain]) -> tuple[Plan, torch.Tensor]:
-        """Run the kernel; return the plan and its results, int64 on the device: n rows, then the sums of m tasks (float64)."""
+        """Run the kernel. Return the plan and, on the device, its results as int64: n rows, then m sums (FP64 bits)."""
         device = plains[0].tensor.device
         sizes, heights = tuple(p.tensor.numel() for p in plains), tuple(p.height for p in plains)
         made, tasks = self._plan(device, sizes, heights)
         n = len(plains)
-        table = _upload(
-            np.array([(p.tensor.data_ptr(), s, p.width) for p, s in zip(plains, sizes, strict=True)]), device
-        )
+        table = _upload(np.array([(p.tensor.data_ptr(), p.tensor.numel(), p.width) for p in plains]), device)
         results = torch.zeros(n * rows.WIDTH + len(made.tasks), dtype=torch.int64, device=device)
         if len(made.tasks):
             sums = results[n * rows.WIDTH :].view(torch.float64)
