@@ -15,7 +15,7 @@ from ampscope.log.streams import stream_files
 from ampscope.run.find import run_folders
 from ampscope.run.run import Run
 
-from .diagnosis import Diagnosis
+from .background import Background, collect, diagnose, prepare
 from .source import Source
 
 MAKE_WAY = 0.1
@@ -57,10 +57,11 @@ class RunStore:
         self._refreshed: dict[str, float] = {}
         self._wake = threading.Condition()
         self._jobs: list[tuple[Source, str, int]] = []
-        self._diagnosing: list[threading.Thread] = []
         self._asked_at = float("-inf")
         self._worker: threading.Thread | None = None
-        self.diagnosis = Diagnosis(clock, self._apart)
+        self.diagnosis = Background(diagnose, clock)
+        self.collected = Background(collect, clock)
+        self.prepared = Background(prepare, clock)
 
     @property
     def now(self) -> float:
@@ -153,7 +154,6 @@ class RunStore:
 
     def asked(self) -> None:
         """Note that a viewer waits: summaries make way."""
-        self._diagnosing: list[threading.Thread] = []
         self._asked_at = time.monotonic()
 
     @property
@@ -188,18 +188,3 @@ class RunStore:
                 with self._wake:
                     self._jobs.remove(job)
                     self._wake.notify_all()
-
-    def _apart(self, job: Callable[[], None]) -> None:
-        """Run a diagnosis in a thread of its own: it is one long piece."""
-        thread = threading.Thread(target=job, name="ampscope-diagnosis", daemon=True)
-        with self._lock:
-            self._diagnosing = [t for t in self._diagnosing if t.is_alive()] + [thread]
-        thread.start()
-
-    def finish_diagnosis(self, timeout: float) -> bool:
-        """Wait until every diagnosis begun is made; return whether it was within `timeout` seconds."""
-        with self._lock:
-            threads = list(self._diagnosing)
-        for thread in threads:
-            thread.join(timeout)
-        return not any(t.is_alive() for t in threads)

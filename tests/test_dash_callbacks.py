@@ -245,7 +245,7 @@ def test_a_tick_without_news_sends_nothing(store):
     assert first["version"]["last"] == 119
     assert first["status"]["state"] == "ended"
     assert first["blank-hidden"] is True
-    store.finish_diagnosis(timeout=20)
+    store.diagnosis.finish(timeout=20)
     second = named(poll.poll(store, {"run": "run", "rank": 0}, first["have"]))
     third = named(poll.poll(store, {"run": "run", "rank": 0}, second["have"]))
     assert all(v is no_update for v in third.values())

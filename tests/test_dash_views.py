@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from ampscope_dashboards.background import Background
 from ampscope_dashboards.decimate import bucket_edges, pick, window
 from ampscope_dashboards.pyramid import HistogramSummary, LinePyramid
 from ampscope_dashboards.reader import RunStore
@@ -11,6 +12,7 @@ from ampscope_dashboards.source import WAS_NONFINITE, Source
 from ampscope_dashboards.views import compare, events, health, layer, layers, marks, overview
 from ampscope_dashboards.views.common import Range, curve, duration, number, percent, power
 
+from ampscope.errors import AmpscopeError
 from ampscope.record.step import Event, StepRecord
 from tests.helpers_log import FakeClock, bulk_run, make_layers, records, write_run
 
@@ -428,9 +430,9 @@ def test_health_says_what_a_healthy_run_did(tmp_path):
     write_run(tmp_path, kinds, records(400, kinds, skip=[1, 2]), name="run")
     store = RunStore(tmp_path)
     source = store.source("run")
-    from ampscope_dashboards.diagnosis import Verdict
+    from ampscope_dashboards.background import Verdict
 
-    said = health.health(source, 0, Verdict(findings=[]))
+    said = health.health(source, 0, Verdict([]))
     assert said.level == "good"
     assert said.sentence.startswith("Healthy: 2 of 400 steps skipped, all in warm-up; scale 2^")
     assert health.health(source, 0, Verdict()).level == "unknown"
@@ -438,7 +440,7 @@ def test_health_says_what_a_healthy_run_did(tmp_path):
 
 def test_health_is_the_first_serious_finding(store):
     """A finding above info takes the sentence, with its remedy."""
-    from ampscope_dashboards.diagnosis import Verdict
+    from ampscope_dashboards.background import Verdict
 
     from ampscope.analysis.finding import Finding
 
@@ -446,7 +448,7 @@ def test_health_is_the_first_serious_finding(store):
         Finding("warmup-calibration", "info", "x"),
         Finding("layer-underflow", "warning", "It flushes", remedy="Do this."),
     ]
-    said = health.health(store.source("run"), 0, Verdict(findings=found))
+    said = health.health(store.source("run"), 0, Verdict(found))
     assert (said.level, said.sentence, said.remedy, said.rule) == (
         "warning",
         "It flushes",
@@ -455,19 +457,34 @@ def test_health_is_the_first_serious_finding(store):
     )
 
 
-def test_the_diagnosis_is_made_apart_and_remembered(store):
-    """The first call has no verdict, later ones have; it is not made again while nothing changes."""
-    from ampscope_dashboards.diagnosis import Diagnosis
+def test_answers_are_made_apart_and_remembered(store):
+    """Asked without patience there is none yet; later there is; it is made once while nothing changes."""
+    made = []
+    clock = FakeClock()
 
-    jobs, clock = [], FakeClock()
+    def slow(run):
+        made.append(run.name)
+        return len(run.steps)
+
     source = store.source("run")
-    diagnosis = Diagnosis(clock, jobs.append)
-    assert diagnosis.of(source).findings is None
+    background = Background(slow, clock)
     before = source.stamp
-    jobs.pop()()
+    background.of(source)
+    assert background.finish(timeout=20)
+    assert background.of(source).value == 120
     assert source.stamp != before
-    assert diagnosis.of(source).findings is not None
-    assert jobs == []
+    assert made == ["run"]
+
+
+def test_an_answer_that_fails_says_why(store):
+    """A known error becomes its text; viewers are not left waiting."""
+
+    def broken(run):
+        raise AmpscopeError("no histograms")
+
+    background = Background(broken)
+    found = background.of(store.source("run"), patience=20)
+    assert (found.value, found.problem) == (None, "no histograms")
 
 
 def test_runs_are_compared_on_a_common_axis(tmp_path):

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from dash import Dash, Input, Output, dcc, no_update
 
+from ..background import PATIENCE
 from ..decimate import window
 from ..reader import RunStore
 from ..source import Source
@@ -18,9 +19,11 @@ from ..views import compare as compare_views
 from ..views import events as event_views
 from ..views import findings as finding_views
 from ..views import layer as layer_views
+from ..views import whatif as whatif_views
 from . import layers as layer_callbacks
 from .common import ERRORS, Ask, open_source, read_ask
 from .compare import chosen
+from .whatif import FORMATS, chosen_exponent
 
 ROWS = 100_000
 """Rows written at most; of more, those a chart would draw (every extreme is among them)."""
@@ -112,7 +115,15 @@ def _events(store: RunStore, ask: Ask) -> Iterable[Sequence[Any]]:
 
 
 def _whatif(store: RunStore, ask: Ask) -> Iterable[Sequence[Any]]:
-    return [["nothing"]]
+    source, rank = open_source(store, ask)
+    yield ["layer", "format", "scale", "flushed", "subnormal", "overflowing", "lowest_good_scale", "highest_good_scale"]
+    collected = store.collected.of(source, PATIENCE).value
+    if collected is None:
+        return
+    exponent = chosen_exponent(ask, source, rank)
+    view = whatif_views.sweep(source, rank, collected, ask.choice("fmt", FORMATS, "fp16"), exponent)
+    for r in view.rows:
+        yield [r.name, view.format, 2.0**exponent, r.flushed, r.subnormal, r.overflow, 2.0**r.low, 2.0**r.high]
 
 
 def _compare(store: RunStore, ask: Ask) -> Iterable[Sequence[Any]]:
@@ -129,7 +140,7 @@ def _compare(store: RunStore, ask: Ask) -> Iterable[Sequence[Any]]:
 def _findings(store: RunStore, ask: Ask) -> Iterable[Sequence[Any]]:
     source, _ = open_source(store, ask)
     yield ["rule", "severity", "title", "where", "evidence", "remedy"]
-    for c in finding_views.cards(store.diagnosis.of(source).findings or []):
+    for c in finding_views.cards(store.diagnosis.of(source).value or []):
         yield [
             c.rule,
             c.severity,

@@ -7,6 +7,7 @@ from typing import Any
 
 from dash import Dash, Input, Output, State, html, no_update
 
+from ..background import PATIENCE
 from ..layout.parts import act, notice
 from ..reader import RunStore
 from ..views import findings as views
@@ -23,11 +24,11 @@ def answer(store: RunStore, data: Any, have: Any) -> tuple[Any, ...]:
         source, _ = open_source(store, ask)
     except ERRORS as error:
         return [html.P(str(error))], sender.state
-    verdict = store.diagnosis.of(source)
-    if verdict.findings is None:
+    verdict = store.diagnosis.of(source, PATIENCE)
+    if verdict.value is None:
         words = f"No diagnosis: {verdict.problem}" if verdict.problem else "The diagnosis is under way …"
         return sender.part("list", words, [html.P(words, className="note")]), sender.state
-    cards = views.cards(verdict.findings)
+    cards = views.cards(verdict.value)
     if not cards:
         shown: list[Any] = [notice("Nothing found", "No rule found a fault in this run.", className="notice good")]
     else:

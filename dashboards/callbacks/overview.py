@@ -6,6 +6,7 @@ from typing import Any
 
 from dash import Dash, Input, Output, State, html, no_update
 
+from ..background import PATIENCE
 from ..figures import overview as figures
 from ..figures.theme import message
 from ..layout.parts import act
@@ -28,7 +29,7 @@ def answer(store: RunStore, data: Any, have: Any) -> tuple[Any, ...]:
         if not len(source.steps):
             return sender.figure("chart", message(ask.theme, "No step is recorded yet.")), [], [], "", sender.state
         view = source.cached(("overview", rank, ask.span), lambda: views.overview(source, rank, ask.span))
-        words = health_view.health(source, rank, store.diagnosis.of(source))
+        words = health_view.health(source, rank, store.diagnosis.of(source, PATIENCE))
         tiles = source.cached(("tiles", rank), lambda: views.tiles(source, rank))
     except ERRORS as error:
         return sender.figure("chart", message(ask.theme, "This run cannot be read.")), [], [], str(error), sender.state

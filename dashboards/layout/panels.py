@@ -171,6 +171,8 @@ def whatif() -> list[Any]:
             html.Div([field("Loss scale, as a power of two", slider, "slider")], className="controls"),
             html.Div(id="whatif-words", className="words", role="status"),
             graph("whatif-chart", "Flushed and overflowing share by loss scale"),
+            html.H3("Which scales suit each layer? Worst first; a cross: none does."),
+            graph("whatif-layers", "Window of good loss scales, a layer a row"),
             html.Div(id="whatif-table", className="table"),
         ),
         card(

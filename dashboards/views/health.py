@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from ..diagnosis import Verdict
+from ..background import Verdict
 from ..source import Source
 from .common import percent, power
 from .overview import latest
@@ -75,12 +75,12 @@ def worst_underflow(source: Source, rank: int) -> tuple[str, float]:
     return source.layers[worst].name, float(middle[worst])
 
 
-def health(source: Source, rank: int, verdict: Verdict) -> Health:
+def health(source: Source, rank: int, verdict: Verdict[list[Finding]]) -> Health:
     """Return the sentence."""
     if not len(source.steps):
         return Health("unknown", "No step is recorded yet.")
     known = source.cached(("facts", rank), lambda: facts(source, rank))
-    findings = verdict.findings
+    findings = verdict.value
     serious = [f for f in findings or [] if f.severity in ("warning", "error")]
     if serious:
         return of_finding(serious[0])
