@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,38 +21,36 @@ KINDS = {
 SHORT, LONG = 1 << 14, 1 << 16
 """Elements of a counting task, of models below and above `LARGE`."""
 LARGE = 1 << 26
+LINE_TASKS = 1 << 12
+"""Tasks, at most, that look for zero rows of a tensor, and for zero columns."""
+Tasks = np.ndarray[Any, np.dtype[np.int64]]
 REMEMBERED = 16
 """Task tables kept on the devices, one for each set of shapes."""
 
 
-class Plan(NamedTuple):
-    """What is to be done for tensors of given shapes, whatever their addresses."""
+def plan(sizes: Sequence[int], heights: Sequence[int]) -> Tasks:
+    """Return the tasks for tensors of these sizes, [m, 4] as the kernel wants them.
 
-    tasks: np.ndarray[Any, np.dtype[np.int64]]
-    """[m, 3] as the kernel wants them."""
-    chunk: int
-
-
-def plan(sizes: Sequence[int], heights: Sequence[int]) -> Plan:
-    """Return the tasks for tensors of these sizes; int64, so that a tensor may have more than 2^31 elements.
-
-    Tasks that look for zero rows and columns come first: a few of them are long.
+    All int64: a tensor may have more than 2^31 elements. Tasks that look for zero rows and columns come first, since a
+    few of them are long.
     """
     chunk = SHORT if sum(sizes) < LARGE else LONG
-    parts = []
-    for kind, step in ((kernels.ROWS, kernels.LINES), (kernels.COLS, kernels.LINES), (kernels.COUNT, chunk)):
+    parts = [np.zeros((0, 4), np.int64)]
+    for kind in (kernels.ROWS, kernels.COLS, kernels.COUNT):
         for i, (size, height) in enumerate(zip(sizes, heights, strict=True)):
-            ends = {kernels.COUNT: size, kernels.ROWS: height, kernels.COLS: size // height if height else 0}
-            first = np.arange(0, ends[kind], step, dtype=np.int64)
-            parts.append(np.stack([np.full_like(first, kind), np.full_like(first, i), first], axis=1))
-    return Plan(np.concatenate(parts), chunk)
+            end = {kernels.COUNT: size, kernels.ROWS: height, kernels.COLS: size // height if height else 0}[kind]
+            step = chunk if kind == kernels.COUNT else kernels.LINES * (1 + end // (kernels.LINES * LINE_TASKS))
+            first = np.arange(0, end, step, dtype=np.int64)
+            last = np.minimum(first + step, end)
+            parts.append(np.stack([np.full_like(first, kind), np.full_like(first, i), first, last], axis=1))
+    return np.concatenate(parts)
 
 
 class TritonKernel:
     """The CUDA backend. One object a process."""
 
     def __init__(self) -> None:
-        self._plans: dict[Any, tuple[Plan, torch.Tensor]] = {}
+        self._plans: dict[Any, tuple[Tasks, torch.Tensor]] = {}
 
     def measure(self, index: Sequence[int], plains: Sequence[rows.Plain]) -> Iterator[Copying]:
         """Start measuring tensors of one CUDA device, on its current stream."""
@@ -62,32 +60,32 @@ class TritonKernel:
                 made, results = self.launch(kind, mine)
                 yield TritonCopy([index[i] for i in members], mine, made, results)
 
-    def launch(self, kind: int, plains: Sequence[rows.Plain]) -> tuple[Plan, torch.Tensor]:
-        """Run the kernel. Return the plan and, on the device, its results as int64: n rows, then m sums (FP64 bits)."""
+    def launch(self, kind: int, plains: Sequence[rows.Plain]) -> tuple[Tasks, torch.Tensor]:
+        """Run the kernel. Return the tasks and, on the device, the results as int64: n rows, then m sums (FP64 bits)."""
         device = plains[0].tensor.device
         sizes, heights = tuple(p.tensor.numel() for p in plains), tuple(p.height for p in plains)
-        made, tasks = self._plan(device, sizes, heights)
+        made, tasks = self._tasks(device, sizes, heights)
         n = len(plains)
         table = _upload(np.array([(p.tensor.data_ptr(), p.tensor.numel(), p.width) for p in plains]), device)
-        results = torch.zeros(n * rows.WIDTH + len(made.tasks), dtype=torch.int64, device=device)
-        if len(made.tasks):
+        results = torch.zeros(n * rows.WIDTH + len(made), dtype=torch.int64, device=device)
+        if len(made):
             sums = results[n * rows.WIDTH :].view(torch.float64)
-            kernels.measure[(len(made.tasks),)](
-                table, tasks, results, sums, made.chunk, KIND=kind, WIDTH=rows.WIDTH,
+            kernels.measure[(len(made),)](
+                table, tasks, results, sums, KIND=kind, WIDTH=rows.WIDTH,
                 BLOCK=kernels.BLOCK, LINES=kernels.LINES, ACROSS=kernels.ACROSS, num_warps=kernels.WARPS,
             )  # fmt: skip
         return made, results
 
-    def _plan(
+    def _tasks(
         self, device: torch.device, sizes: tuple[int, ...], heights: tuple[int, ...]
-    ) -> tuple[Plan, torch.Tensor]:
+    ) -> tuple[Tasks, torch.Tensor]:
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
         key = device, stream, sizes, heights
         if key not in self._plans:
             if len(self._plans) >= REMEMBERED:
                 self._plans.clear()
             made = plan(sizes, heights)
-            self._plans[key] = made, _upload(made.tasks, device)
+            self._plans[key] = made, _upload(made, device)
         return self._plans[key]
 
 
@@ -95,16 +93,16 @@ class TritonCopy(Copying):
     """Results of the kernel on their way to the host."""
 
     def __init__(
-        self, positions: Sequence[int], plains: Sequence[rows.Plain], made: Plan, results: torch.Tensor
+        self, positions: Sequence[int], plains: Sequence[rows.Plain], made: Tasks, results: torch.Tensor
     ) -> None:
         super().__init__(positions, plains, results)
-        self._plan = made
+        self._tasks = made
         self._heights = np.array([p.height for p in plains])
         self._sizes = np.array([p.tensor.numel() for p in plains])
         self._wide = plains[0].tensor.dtype is torch.float64
 
     def _unpack(self, arrays: list[np.ndarray[Any, Any]]) -> tuple[rows.Ints, rows.Reals]:
-        return unpack(arrays[0], self._plan, self._sizes, self._heights, self._wide)
+        return unpack(arrays[0], self._tasks, self._sizes, self._heights, self._wide)
 
 
 def by_kind(plains: Sequence[rows.Plain]) -> dict[int, list[int]]:
@@ -116,7 +114,7 @@ def by_kind(plains: Sequence[rows.Plain]) -> dict[int, list[int]]:
 
 
 def unpack(
-    results: np.ndarray[Any, Any], made: Plan, sizes: np.ndarray[Any, Any], heights: np.ndarray[Any, Any], wide: bool
+    results: np.ndarray[Any, Any], made: Tasks, sizes: np.ndarray[Any, Any], heights: np.ndarray[Any, Any], wide: bool
 ) -> tuple[rows.Ints, rows.Reals]:
     """Turn what `launch` returned, on the host, into int64 [n, WIDTH] and float64 [n, 2] rows."""
     n = len(sizes)
@@ -136,9 +134,9 @@ def unpack(
     bits = out[:, rows.TOP]
     reals[:, rows.MAX] = bits.view(np.float64) if wide else bits.astype(np.uint32).view(np.float32)
     reals[pairs[:, 510:].sum(axis=1) == sizes, rows.MAX] = np.nan
-    counted = made.tasks[:, 0] == kernels.COUNT
+    counted = made[:, 0] == kernels.COUNT
     sums = results[n * rows.WIDTH :].view(np.float64)
-    reals[:, rows.SQUARES] = np.bincount(made.tasks[counted, 1], weights=sums[counted], minlength=n)
+    reals[:, rows.SQUARES] = np.bincount(made[counted, 1], weights=sums[counted], minlength=n)
     return ints, reals
 
 

@@ -1,7 +1,7 @@
 """The CUDA kernel: one launch over all tensors of one dtype on one device, through a table of addresses.
 
-A program does one task of a table: either it counts a chunk of a tensor, or it looks whether 32 rows or columns are all
-zero, which it leaves at the first non-zero element in each. Tests run it on CPU, in Triton's interpreter.
+A program does one task of a table: either it counts a chunk of a tensor, or it looks which of some rows or columns are
+all zero, and leaves them at the first non-zero element in each. Tests run it on CPU, in Triton's interpreter.
 """
 
 # Triton reads annotations itself and takes none but its own.
@@ -15,7 +15,7 @@ import triton.language as tl
 BLOCK = 2048
 """Elements of a chunk looked at together."""
 LINES = 32
-"""Rows or columns of a task."""
+"""Rows or columns looked at together."""
 ACROSS = 64
 """Elements of each of them looked at together."""
 WARPS = 8
@@ -50,8 +50,8 @@ def _load(base, offsets, mask, KIND: tl.constexpr):
 
 
 @triton.jit
-def _count(base, begin, size, chunk, row, total, KIND: tl.constexpr, BLOCK: tl.constexpr):
-    """Count elements begin … begin + chunk into `row`; store the sum of squares at `total`."""
+def _count(base, begin, end, row, total, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    """Count elements begin … end into `row`; store the sum of squares at `total`."""
     counts = tl.zeros([512], tl.int32)
     squares = tl.zeros([BLOCK], tl.float64)
     positive = tl.zeros([BLOCK], tl.int32)
@@ -61,7 +61,6 @@ def _count(base, begin, size, chunk, row, total, KIND: tl.constexpr, BLOCK: tl.c
     else:
         low = tl.zeros([BLOCK], tl.int32)
         top = tl.zeros([BLOCK], tl.int32)
-    end = tl.minimum(begin + chunk, size)
     at = begin
     while at < end:
         offsets = at + tl.arange(0, BLOCK)
@@ -103,58 +102,61 @@ def _count(base, begin, size, chunk, row, total, KIND: tl.constexpr, BLOCK: tl.c
 
 @triton.jit
 def _lines(
-    base, first, lines, length, stride, step, cell,
+    base, first, last, length, stride, step, cell,
     KIND: tl.constexpr, LINES: tl.constexpr, ACROSS: tl.constexpr,
 ):  # fmt: skip
-    """Add to `cell` how many of the lines from `first` on are all zero; `stride` between lines, `step` along one."""
-    line = first + tl.arange(0, LINES)
-    seen = (line >= lines).to(tl.int32)
-    at = length * 0
-    left = at + 1
-    while (at < length) & (left > 0):
-        across = at + tl.arange(0, ACROSS)
-        mask = (line < lines)[:, None] & (across < length)[None, :]
-        bits = _load(base, line[:, None] * stride + across[None, :] * step, mask, KIND)
-        found = (bits << 1) != 0  # without the sign
-        seen = tl.maximum(seen, tl.max(found.to(tl.int32), 1))
-        left = (LINES - tl.sum(seen, 0)).to(tl.int64)
-        at += ACROSS
-    tl.atomic_add(cell, left, sem="relaxed")
+    """Add to `cell` how many of the lines first … last are all zero; `stride` between lines, `step` along one."""
+    empty = length * 0
+    while first < last:
+        line = first + tl.arange(0, LINES)
+        seen = (line >= last).to(tl.int32)
+        at = length * 0
+        left = at + 1
+        while (at < length) & (left > 0):
+            across = at + tl.arange(0, ACROSS)
+            mask = (line < last)[:, None] & (across < length)[None, :]
+            bits = _load(base, line[:, None] * stride + across[None, :] * step, mask, KIND)
+            found = (bits << 1) != 0  # without the sign
+            seen = tl.maximum(seen, tl.max(found.to(tl.int32), 1))
+            left = (LINES - tl.sum(seen, 0)).to(tl.int64)
+            at += ACROSS
+        empty += left
+        first += LINES
+    tl.atomic_add(cell, empty, sem="relaxed")
 
 
 @triton.jit
 def measure(
-    tensors, tasks, out, sums, chunk,
+    tensors, tasks, out, sums,
     KIND: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, LINES: tl.constexpr, ACROSS: tl.constexpr,
 ):  # fmt: skip
     """Do task number program_id.
 
     Args:
         tensors: int64 [n, 3], address, elements, width of the matrix.
-        tasks: int64 [m, 3], kind, tensor, first element or line.
+        tasks: int64 [m, 4], kind, tensor, first element or line, the one after the last.
         out: int64 [n, WIDTH], result rows, zero before.
         sums: float64 [m], sums of squares.
-        chunk: elements of a counting task.
         KIND: of the elements.
         WIDTH: of a result row.
         BLOCK: elements looked at together.
-        LINES: rows or columns of a task.
+        LINES: rows or columns looked at together.
         ACROSS: elements of each of them looked at together.
 
     """
     task = tl.program_id(0).to(tl.int64)
-    what = tl.load(tasks + task * 3)
-    tensor = tl.load(tasks + task * 3 + 1)
-    first = tl.load(tasks + task * 3 + 2)
+    what = tl.load(tasks + task * 4)
+    tensor = tl.load(tasks + task * 4 + 1)
+    first = tl.load(tasks + task * 4 + 2)
+    last = tl.load(tasks + task * 4 + 3)
     base = tl.load(tensors + tensor * 3)
-    size = tl.load(tensors + tensor * 3 + 1)
     row = out + tensor * WIDTH
     if what == 0:
-        _count(base, first, size, chunk, row, sums + task, KIND, BLOCK)
+        _count(base, first, last, row, sums + task, KIND, BLOCK)
     else:
         width = tl.load(tensors + tensor * 3 + 2)
-        height = size // width
+        height = tl.load(tensors + tensor * 3 + 1) // width
         if what == 1:
-            _lines(base, first, height, width, width, width * 0 + 1, row + 5, KIND, LINES, ACROSS)
+            _lines(base, first, last, width, width, width * 0 + 1, row + 5, KIND, LINES, ACROSS)
         else:
-            _lines(base, first, width, height, width * 0 + 1, width, row + 6, KIND, LINES, ACROSS)
+            _lines(base, first, last, height, width * 0 + 1, width, row + 6, KIND, LINES, ACROSS)

@@ -1,0 +1,286 @@
+"""The statistics of gradients on CPU: numba and torch operations beside a slow reference."""
+
+import os
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ampscope.probe.stats import BACKENDS, backends, measure, rows, torch_ops
+from tests import stats_cases
+
+CASES = stats_cases.cases()
+EXPECTED = {name: stats_cases.reference(tensor) for name, tensor in CASES.items()}
+
+
+def by_numba(tensors, threads=1):
+    """Measure with a numba kernel of its own."""
+    numba_cpu = pytest.importorskip("ampscope.probe.stats.numba_cpu")
+    return rows.to_stats(*numba_cpu.CpuKernel(threads).measure(tensors))
+
+
+def by_torch(tensors):
+    """Measure with torch operations."""
+    plains = [rows.plain(t) for t in tensors]
+    order, ints, reals = torch_ops.measure(plains)
+    back = np.argsort(order)
+    ints, reals = ints.numpy()[back], reals.numpy()[back]
+    rows.amend(ints, reals, [(i, p.note) for i, p in enumerate(plains) if p.note])
+    return rows.to_stats(ints, reals)
+
+
+BOTH = pytest.mark.parametrize("backend", [by_numba, by_torch])
+
+
+@BOTH
+@pytest.mark.parametrize("name", CASES)
+def test_statistics_equal_the_reference(backend, name):
+    """Each kind of gradient, alone."""
+    stats_cases.assert_equal(backend([CASES[name]]), 0, EXPECTED[name], name)
+
+
+@BOTH
+def test_a_mixed_list_keeps_its_order(backend):
+    """All of them in one call."""
+    stats = backend(list(CASES.values()))
+    for i, name in enumerate(CASES):
+        stats_cases.assert_equal(stats, i, EXPECTED[name], name)
+
+
+def test_measure_returns_what_is_ready_and_in_order():
+    """The public entry, with whatever backend is there."""
+    BACKENDS.warm(wait=True)
+    pending = measure(list(CASES.values()))
+    assert pending.ready()
+    stats = pending.resolve()
+    assert (stats.state == 2).all()
+    for i, name in enumerate(CASES):
+        stats_cases.assert_equal(stats, i, EXPECTED[name], name)
+
+
+def test_measure_of_nothing():
+    """No gradient at all is no fault."""
+    stats = measure([]).resolve()
+    assert len(stats.state) == 0
+    assert stats.exponents.shape == (0, 256)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "view", "width"),
+    [
+        (np.float32, torch.float32, 32),
+        (np.float64, torch.float64, 64),
+        (np.uint16, torch.float16, 16),
+        (np.uint16, torch.bfloat16, 16),
+    ],
+    ids=["FP32", "FP64", "FP16", "BF16"],
+)
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_arbitrary_bit_patterns(dtype, view, width, data):
+    """Whatever the bits are, both backends agree with the reference."""
+    bits = data.draw(st.lists(st.integers(0, 2**width - 1), min_size=1, max_size=40))
+    times = data.draw(st.sampled_from([1, 7, 300]))
+    array = np.array(bits * times, dtype=f"uint{width}").view(dtype)
+    tensor = torch.from_numpy(array.view(np.int16) if width == 16 else array).view(view)
+    expected = stats_cases.reference(tensor)
+    stats_cases.assert_equal(by_numba([tensor]), 0, expected, "numba")
+    stats_cases.assert_equal(by_torch([tensor]), 0, expected, "torch")
+
+
+def test_two_threads_count_what_one_counts():
+    """The threads take chunks in turn; sums do not depend on who took what."""
+    g = torch.Generator().manual_seed(1)
+    tensors = [torch.relu(torch.randn(700, 613, generator=g)) for _ in range(3)] + list(CASES.values())
+    one, two = by_numba(tensors, 1), by_numba(tensors, 2)
+    for field in (*stats_cases.INTEGERS, "max_abs", "sum_squares"):
+        np.testing.assert_array_equal(getattr(one, field), getattr(two, field), err_msg=field)
+
+
+def test_torch_operations_in_slices(monkeypatch):
+    """A tensor larger than a slice is looked at in parts."""
+    monkeypatch.setattr(torch_ops, "SLICE", 1000)
+    monkeypatch.setattr(torch_ops, "SMALL", 500)
+    stats = by_torch(list(CASES.values()))
+    for i, name in enumerate(CASES):
+        stats_cases.assert_equal(stats, i, EXPECTED[name], name)
+
+
+@pytest.mark.parametrize(("size", "exponent"), [(1e-30, 0), (1e-25, 0), (1e25, 0), (3e38, 0)])
+@BOTH
+def test_norms_outside_the_range_of_fp32_squares(backend, size, exponent):
+    """Squares below 1e-44 and above 1e38 are no FP32 numbers; the norm is right all the same."""
+    tensor = torch.full((100, 100), size)
+    assert np.sqrt(backend([tensor]).sum_squares[0]) == pytest.approx(100 * float(tensor[0, 0]), rel=1e-9)
+
+
+@BOTH
+def test_more_than_two_to_the_31_elements(backend):
+    """An expanded tensor of 2^33 elements is counted once and multiplied."""
+    stats = backend([torch.tensor([[1.5], [0.0]]).expand(2, 2**32), torch.full((1, 3), 0.25).expand(2**32, 3)])
+    assert stats.zeros.tolist() == [2**32, 0]
+    assert stats.exponents[:, [125, 127]].tolist() == [[0, 2**32], [3 * 2**32, 0]]
+    assert stats.exact[1, 125] == 3 * 2**32
+    assert stats.zero_rows.tolist() == [1, 0]
+    assert stats.sum_squares.tolist() == [2.25 * 2**32, 3 * 2**32 / 16]
+
+
+def test_chunks_reach_beyond_two_to_the_31():
+    """The table of chunks covers a tensor of 2^32 + 5 elements exactly, in int64."""
+    kernels = pytest.importorskip("ampscope.probe.stats.kernels")
+    size = 2**32 + 5
+    chunks = kernels.table(np.array([3, 0, size]))
+    assert chunks.dtype == np.int64
+    assert chunks[0].tolist() == [0, 0]
+    assert chunks[-1].tolist() == [2, 2**32]
+    assert len(chunks) == 1 + -(-size // kernels.CHUNK)
+
+
+def test_the_kernel_reads_the_right_address_beyond_two_to_the_31(tmp_path):
+    """One chunk at element 2^31 + 65536 of a file that is almost all hole."""
+    kernels = pytest.importorskip("ampscope.probe.stats.kernels")
+    begin, n = 2**31 + kernels.CHUNK, 5000
+    array = np.memmap(tmp_path / "sparse", np.float32, "w+", shape=(begin + n,))
+    array[begin:] = -3.0
+    out, counter = np.zeros((1, rows.WIDTH), np.int64), np.zeros(1, np.int64)
+    sums = np.zeros(1)
+    chunks, where, size = np.array([[0, begin]]), np.array([array.ctypes.data]), np.array([begin + n])
+    kernels.work(counter.ctypes.data, chunks, where, size, np.array([False]), out, np.zeros((1, 1)), sums)
+    assert out[0, rows.HISTOGRAM + 128] == n
+    assert out[0, rows.ZEROS] == 0
+    assert sums[0] == 9 * n
+
+
+class Ops(TorchDispatchMode):
+    """Notes every operation."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        """Note it and do it."""
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_kernel_dispatches_nothing():
+    """FP32 gradients are read in place: a dispatch mode of the user's sees no operation."""
+    pytest.importorskip("numba")
+    BACKENDS.warm(wait=True)
+    tensors = [CASES[n] for n in ("random", "zeros", "no dimension", "channels last", "empty", "zero rows and columns")]
+    with Ops() as ops:
+        measure(tensors).resolve()
+    assert ops.seen == []
+
+
+@BOTH
+def test_no_operation_waits_for_a_device(backend):
+    """Nothing that would synchronise on a device is called, whatever the gradient (but for `coalesce`)."""
+    with Ops() as ops:
+        backend([t for t in CASES.values() if not t.is_sparse])
+    assert not [
+        o
+        for o in ops.seen
+        if any(word in o for word in ("item", "local_scalar", "nonzero", "is_nonzero", "equal.default"))
+    ]
+
+
+def test_gradients_are_not_touched():
+    """Neither values nor versions nor layout change."""
+    before = {n: (t._version, t.stride() if not t.is_sparse else None) for n, t in CASES.items()}
+    copies = {n: t.to_dense().clone() if t.is_sparse else t.clone() for n, t in CASES.items()}
+    measure(list(CASES.values())).resolve()
+    for name, t in CASES.items():
+        assert (t._version, t.stride() if not t.is_sparse else None) == before[name], name
+        same = t.to_dense() if t.is_sparse else t
+        if same.dtype not in (torch.float8_e4m3fn, torch.float8_e5m2):
+            assert torch.equal(torch.nan_to_num(same, 7.0), torch.nan_to_num(copies[name], 7.0)), name
+
+
+def test_torch_operations_serve_without_numba(monkeypatch):
+    """The extra `cpu` is not installed."""
+    monkeypatch.setattr(backends.importlib.util, "find_spec", lambda name: None)
+    found = backends.Backends()
+    found.warm(wait=True)
+    (part,) = found.measure(torch.device("cpu"), [0], [CASES["relu"]])
+    assert part.ready()
+    stats_cases.assert_equal(rows.to_stats(*rows.gather(1, [part.get()])), 0, EXPECTED["relu"], "relu")
+
+
+def test_flushed_denormals_change_nothing():
+    """`torch.set_flush_denormal` makes the processor read subnormals as zero; counts and maximum look at the bits."""
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor does not flush")
+    try:
+        stats = by_numba([CASES["FP32 subnormal"]])
+    finally:
+        torch.set_flush_denormal(False)
+    expected = EXPECTED["FP32 subnormal"]
+    assert stats.max_abs[0] == expected["max_abs"]
+    assert stats.zeros[0] == expected["zeros"]
+    np.testing.assert_array_equal(stats.exponents[0], expected["exponents"])
+
+
+def test_threads_measure_at_once():
+    """Two watched scalers in two threads share the kernel."""
+    BACKENDS.warm(wait=True)
+    g = torch.Generator().manual_seed(2)
+    tensors = [torch.randn(600, 600, generator=g) for _ in range(2)]
+    alone = [measure([t]).resolve() for t in tensors]
+    wrong = []
+
+    def check(i):
+        for _ in range(10):
+            stats = measure([tensors[i]]).resolve()
+            if (stats.exponents != alone[i].exponents).any() or stats.sum_squares[0] != alone[i].sum_squares[0]:
+                wrong.append(i)
+
+    threads = [threading.Thread(target=check, args=(i,)) for i in (0, 1)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(30)
+    assert not wrong
+    assert not any(t.is_alive() for t in threads)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_child_measures():
+    """A child has neither the second thread nor a lock somebody else holds."""
+    BACKENDS.warm(wait=True)
+    tensor = torch.ones(700, 700)
+    measure([tensor]).resolve()
+    child = os.fork()
+    if child == 0:
+        ok = measure([tensor]).resolve().exponents[0, 127] == 490_000
+        os._exit(0 if ok else 1)
+    for _ in range(600):
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            break
+        threading.Event().wait(0.05)
+    else:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+        pytest.fail("the child hangs")
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
+def test_a_short_script_ends_cleanly_while_the_kernel_is_compiled(tmp_path):
+    """The interpreter ends in the middle of compiling, with an empty cache: no crash, no message."""
+    code = """
+import torch
+from ampscope.probe.stats import BACKENDS, measure
+BACKENDS.warm()
+print(measure([torch.ones(3)]).resolve().exponents[0, 127])
+"""
+    env = dict(os.environ, NUMBA_CACHE_DIR=str(tmp_path), OMP_NUM_THREADS="1")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=120)
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "3", "")
