@@ -10,8 +10,8 @@ import ampscope
 from ampscope.log.arrows import ArrowSink
 from ampscope.log.encode import encode
 from ampscope.log.schema import Header
-from ampscope.record.step import Event, Layer
-from tests.helpers_log import make_layers, records, write_run
+from ampscope.record.step import Event, Layer, StepRecord
+from tests.helpers_log import make_layers, records, stats_of, write_run
 
 LAYERS = make_layers(2, 64)
 
@@ -137,6 +137,55 @@ def test_a_sharded_rank_counts_its_own_elements(tmp_path):
     run = ampscope.open_run(path)
     assert run.metric("zero_ratio", rank=0)[0, 0] == np.float32(16 / 96)
     assert run.metric("zero_ratio", rank=1)[0, 0] == np.float32(16 / 32)
+
+
+def test_shards_add_up_to_the_whole(tmp_path):
+    """FSDP: all ranks together (`rank=None`) equal one rank that holds everything."""
+    rng = np.random.default_rng(0)
+    whole = [Layer("w", (12, 16), 192, "float32"), Layer("v", (4, 8), 32, "float32")]
+    shapes = ([(8, 16), (4, 16)], [(1, 8), (3, 8)])
+    options = {"world_size": 2, "launch_key": "k", "gradients": "sharded"}
+    rows, parts = [], ([], [])
+    for step in range(4):
+        full = [(rng.standard_normal(x.shape) * 1e-4).astype(np.float16).astype(np.float32) for x in whole]
+        full[0][:, 3] = 0
+        if step == 2:
+            full[1][0, 0], full[0][0, 0] = np.inf, np.nan
+        cut = [np.split(g, [s[0][0]]) for g, s in zip(full, shapes, strict=True)]
+        options_of = {"loss_scale": 4.0, "skipped": float(step == 2), "loss": 1.0, "micro_steps": 1.0}
+        for out, grads in ((rows, full), (parts[0], [c[0] for c in cut]), (parts[1], [c[1] for c in cut])):
+            record = StepRecord(step, 0.0, dict(options_of), layers=stats_of(grads), keep_exponents=step % 2 == 0)
+            record.weight_norm = np.array([np.sqrt(g.size) for g in grads])
+            out.append(record)
+    one = ampscope.open_run(write_run(tmp_path, whole, rows, name="one"))
+    for rank in (0, 1):
+        local = [Layer(x.name, s[rank], int(np.prod(s[rank])), "float32") for x, s in zip(whole, shapes, strict=True)]
+        path = write_run(tmp_path, local, parts[rank], name="two", rank=rank, **options)
+    two = ampscope.open_run(path)
+    for name in set(one.metrics) - {"underflow_ratio", "underflow_ratio_low", "underflow_ratio_high"}:
+        if name != "underflow_ratio_unscaled":  # the free estimate sees rows and columns, which do not add up
+            np.testing.assert_allclose(two.metric(name, rank=None), one.metric(name), rtol=1e-6, err_msg=name)
+    for name in ("grad_norm", "headroom_bits", "zero_ratio", "nonfinite_layers", "skipped", "loss_scale", "loss"):
+        np.testing.assert_allclose(two.scalar(name, rank=None), one.scalar(name), rtol=1e-12, err_msg=name)
+    assert (two.metric("underflow_ratio_low", rank=None) <= two.metric("underflow_ratio_high", rank=None)).all()
+    for layer in ("w", "v"):
+        for a, b in zip(two.exponents(layer, rank=None), one.exponents(layer), strict=True):
+            np.testing.assert_array_equal(a, b)
+        np.testing.assert_array_equal(two.exact_powers(layer, rank=None)[1], one.exact_powers(layer)[1])
+    np.testing.assert_array_equal(two.histograms(slice(None), rank=None), one.histograms(slice(None)))
+    assert two.histogram_rows(rank=None).tolist() == [0, 2]
+    assert not np.allclose(two.metric("grad_norm"), one.metric("grad_norm"))
+
+
+def test_replicated_ranks_are_never_added_up(tmp_path):
+    """DDP: all together is what any rank says."""
+    options = {"world_size": 2, "launch_key": "k", "gradients": "replicated"}
+    for rank in (0, 1):
+        path = write_run(tmp_path, LAYERS, records(3, LAYERS), rank=rank, **options)
+    run = ampscope.open_run(path)
+    np.testing.assert_array_equal(run.metric("grad_norm", rank=None), run.metric("grad_norm"))
+    np.testing.assert_array_equal(run.scalar("grad_norm", rank=None), run.scalar("grad_norm"))
+    np.testing.assert_array_equal(run.exponents(0, rank=None)[1], run.exponents(0)[1])
 
 
 def test_a_run_of_which_only_rank_1_is_left_opens(tmp_path):

@@ -108,7 +108,17 @@ def events(block: Block) -> list[Event]:
         return []
     columns = {f.name: block.event_items.field(f.name).to_pylist() for f in block.event_items.type}
     return [
-        Event(step, cast(EventKind, kind), rank, phase, tuple(layers or ()), op or "", where or "", message or "", _data(data))
+        Event(
+            step,
+            cast(EventKind, kind),
+            rank,
+            phase,
+            tuple(layers or ()),
+            op or "",
+            where or "",
+            message or "",
+            _data(data),
+        )
         for step, kind, rank, phase, layers, op, where, message, data in zip(
             *(columns[f.name] for f in fields(Event)), strict=True
         )

@@ -245,18 +245,8 @@ class RunCore:
             extra = {name for s in self.ordered for name in s.extra} - set(SCALARS)
             return [*SCALARS, *sorted(extra)]
 
-    def scalar(self, name: str, rank: int = 0, start: int = 0, stop: int | None = None) -> Array:
-        """Return a scalar, float64 [T]; NaN where it was not recorded.
-
-        Args:
-            name: a name in `scalars`.
-            rank: which process.
-            start: only from this position in `steps` on (who follows a long run reads what is new).
-            stop: only to before this position.
-
-        Raises:
-            AmpscopeError: no such scalar or rank.
-        """
+    def scalar(self, name: str, rank: int | None = 0, start: int = 0, stop: int | None = None) -> Array:
+        """Return a scalar of one rank, float64; `Run.scalar` says more."""
         with self._lock:
             now, rows = self.now, self.now.rows[self.check_rank(rank)]
             series = self.ordered
@@ -272,8 +262,8 @@ class RunCore:
                 out[place[mine] - start] = series[i].scalar(name, first, last + 1)[at[mine] - first]
             return out
 
-    def check_rank(self, rank: int) -> int:
-        """Return a rank that there is.
+    def check_rank(self, rank: int | None) -> int:
+        """Return a rank that there is; for 0 and None the lowest.
 
         Raises:
             AmpscopeError: there is no such rank.
@@ -286,7 +276,7 @@ class RunCore:
         raise AmpscopeError(f"run {self.name!r} has no rank {rank}; it has {', '.join(map(str, ranks))}")
 
     def columns(
-        self, names: Sequence[str], rank: int = 0, rows: slice | Sequence[int] | Array | None = None
+        self, names: Sequence[str], rank: int | None = 0, rows: slice | Sequence[int] | Array | None = None
     ) -> dict[str, Array]:
         """Return layer columns of the log (docs/log-format.md), [T, L] each; 0 (lists: NaN) where nothing was recorded.
 
@@ -313,7 +303,7 @@ class RunCore:
         return every if rows is None else every[rows if isinstance(rows, slice) else np.asarray(rows, np.int64)]
 
     def parts(
-        self, names: Sequence[str], rank: int, wanted: Array
+        self, names: Sequence[str], rank: int | None, wanted: Array
     ) -> Iterator[tuple[Series, Array, Array, dict[str, Array]]]:
         """Yield, batch by batch, (series, positions among `wanted`, layer indices, columns [n, l])."""
         now, ordered = self.now, self.ordered

@@ -12,7 +12,7 @@ from ampscope.errors import AmpscopeError
 from ampscope.log.streams import stream_files
 from ampscope.record import underflow
 from ampscope.record.step import NOT_SAMPLED
-from ampscope.run import metrics
+from ampscope.run import metrics, shards
 from ampscope.run.core import LayerKey, RunCore, Session, cells
 from ampscope.run.merge import by_series
 from ampscope.run.series import Series
@@ -54,12 +54,12 @@ class Run(RunCore):
         """Names of the layer metrics."""
         return list(metrics.METRICS)
 
-    def metric(self, name: str, rank: int = 0, rows: RowKey | None = None) -> Array:
+    def metric(self, name: str, rank: int | None = 0, rows: RowKey | None = None) -> Array:
         """Return a layer metric, float32 [T, L]; NaN where the layer had no gradient or was not sampled.
 
         Args:
             name: a name in `metrics`.
-            rank: which process.
+            rank: which process; None: all together (added up where gradients are sharded).
             rows: positions in `steps` (ascending) or a slice of them; default all. Only their batches are read.
 
         Raises:
@@ -67,12 +67,12 @@ class Run(RunCore):
         """
         return self.several((name,), rank, rows)[name]
 
-    def several(self, names: Sequence[str], rank: int = 0, rows: RowKey | None = None) -> dict[str, Array]:
+    def several(self, names: Sequence[str], rank: int | None = 0, rows: RowKey | None = None) -> dict[str, Array]:
         """Return several layer metrics, float32 [T, L] each: what they share is read and computed once.
 
         Args:
             names: names in `metrics`.
-            rank: which process.
+            rank: which process; None: all together (added up where gradients are sharded).
             rows: positions in `steps` (ascending) or a slice of them; default all. Only their batches are read.
 
         Raises:
@@ -83,6 +83,8 @@ class Run(RunCore):
                 raise AmpscopeError(f"no metric {name!r}; there are {', '.join(metrics.METRICS)}")
         with self._lock:
             wanted = self.wanted(rows)
+            if self.joins(rank):
+                return shards.several(self, names, wanted)
             first, stop = (int(wanted[0]), int(wanted[-1]) + 1) if len(wanted) else (0, 0)
             at_step = (self.scalar(n, rank, first, stop)[wanted - first] for n in ("loss_scale", "loss", "micro_steps"))
             scale, loss, micro = at_step
@@ -108,19 +110,40 @@ class Run(RunCore):
         tables = header.settings.get("tables", ())
         return underflow.Context.of(header.layers, self.backward_order, tables, header.gradients == "replicated")
 
+    def joins(self, rank: int | None) -> bool:
+        """Whether this `rank` means all ranks added up."""
+        return rank is None and len(self.ranks) > 1 and self.metadata.get("gradients") == "sharded"
+
+    def scalar(self, name: str, rank: int | None = 0, start: int = 0, stop: int | None = None) -> Array:
+        """Return a scalar, float64 [T]; NaN where it was not recorded.
+
+        Args:
+            name: a name in `scalars`.
+            rank: which process; None: all together (added up where gradients are sharded).
+            start: only from this position in `steps` on (who follows a long run reads what is new).
+            stop: only to before this position.
+
+        Raises:
+            AmpscopeError: no such scalar or rank.
+        """
+        with self._lock:
+            if self.joins(rank):
+                return shards.scalar(self, name)[start:stop]
+            return super().scalar(name, rank, start, stop)
+
     @property
     def sampled(self) -> Array:
         """Bool [T, L]: whether the layer was looked at in that step (lowest rank)."""
         return np.asarray(self.columns(("state",))["state"] != NOT_SAMPLED)
 
-    def exponents(self, layer: LayerKey, rank: int = 0, rows: RowKey | None = None) -> tuple[Array, Array]:
+    def exponents(self, layer: LayerKey, rank: int | None = 0, rows: RowKey | None = None) -> tuple[Array, Array]:
         """Return (steps int64 [H], counts int64 [H, 256]): finite non-zero |g_s| by biased exponent (2^k at k + 127).
 
         H are the steps whose histograms were kept and where the layer had a gradient.
 
         Args:
             layer: which one.
-            rank: which process.
+            rank: which process; None: all together (added up where gradients are sharded).
             rows: only these positions in `steps` (ascending) or a slice of them; only their batches are read.
 
         Raises:
@@ -128,7 +151,7 @@ class Run(RunCore):
         """
         return self._of_layer("exponents", layer, rank, rows)
 
-    def exact_powers(self, layer: LayerKey, rank: int = 0) -> tuple[Array, Array]:
+    def exact_powers(self, layer: LayerKey, rank: int | None = 0) -> tuple[Array, Array]:
         """Return (steps int64 [H], counts int64 [H, 256]): those elements of `exponents` that are exactly 2^k.
 
         Raises:
@@ -136,8 +159,12 @@ class Run(RunCore):
         """
         return self._of_layer("exact", layer, rank)
 
-    def _of_layer(self, which: str, layer: LayerKey, rank: int, only: RowKey | None = None) -> tuple[Array, Array]:
+    def _of_layer(
+        self, which: str, layer: LayerKey, rank: int | None, only: RowKey | None = None
+    ) -> tuple[Array, Array]:
         with self._lock:
+            if self.joins(rank):
+                return shards.add_up([self._of_layer(which, layer, r, only) for r in self.ranks])
             now, index, ordered = self.now, self.layer_index(layer), self.ordered
             steps, tables = [np.zeros(0, np.int64)], [np.zeros((0, 256), np.int64)]
             rows = self.histogram_rows(rank)
@@ -153,7 +180,7 @@ class Run(RunCore):
             order = np.argsort(out, kind="stable")
             return out[order], np.concatenate(tables)[order]
 
-    def histogram_rows(self, rank: int = 0) -> Array:
+    def histogram_rows(self, rank: int | None = 0) -> Array:
         """Return the positions in `steps` of the steps whose histograms were kept, int64 [H].
 
         Raises:
@@ -161,6 +188,8 @@ class Run(RunCore):
         """
         with self._lock:
             now, ordered = self.now, self.ordered
+            if self.joins(rank):
+                return np.unique(np.concatenate([self.histogram_rows(r) for r in self.ranks]))
             rows = now.rows[self.check_rank(rank)]
             has = np.zeros(len(rows.at), bool)
             for i in np.unique(rows.series).tolist():
@@ -170,14 +199,14 @@ class Run(RunCore):
                 has[mine] = table[rows.at[mine]]
             return rows.place[has]
 
-    def histograms(self, rows: RowKey, rank: int = 0, exact: bool = False) -> Array:
+    def histograms(self, rows: RowKey, rank: int | None = 0, exact: bool = False) -> Array:
         """Return the histograms of all layers at some steps, int64 [n, L, 256]; 0 where none was kept.
 
         Ask for a few rows at a time: 100 rows of 200 layers are 41 MB.
 
         Args:
             rows: positions in `steps` (ascending) or a slice; see `histogram_rows`.
-            rank: which process.
+            rank: which process; None: all together (added up where gradients are sharded).
             exact: the exact powers of two among them instead.
 
         Raises:
@@ -185,13 +214,15 @@ class Run(RunCore):
         """
         with self._lock:
             now, ordered, wanted = self.now, self.ordered, self.wanted(rows)
+            if self.joins(rank):
+                return np.asarray(np.sum([self.histograms(wanted, r, exact) for r in self.ranks], axis=0))
             out = np.zeros((len(wanted), len(now.layers), 256), np.int64)
             for i, (at, to) in by_series(now.rows[self.check_rank(rank)], wanted, len(now.steps)).items():
                 found = ordered[i].histograms("exact" if exact else "exponents", at)
                 out[to[:, None], now.maps[i][None, :]] = found
             return out
 
-    def to_arrow(self, metrics: Sequence[str] = (), rank: int = 0) -> pa.Table:
+    def to_arrow(self, metrics: Sequence[str] = (), rank: int | None = 0) -> pa.Table:
         """Return one row a step: `step`, every scalar, and for each of `metrics` a column `METRIC/LAYER` a layer.
 
         Raises:
@@ -201,13 +232,13 @@ class Run(RunCore):
 
         with self._lock:
             data: dict[str, Any] = {"step": self.steps}
-            data |= {name: self.scalar(name, rank) for name in self.scalars}
+            data |= {name if name != "step" else "log/step": self.scalar(name, rank) for name in self.scalars}
             for metric in metrics:
                 values = self.metric(metric, rank)
                 data |= {f"{metric}/{layer.name}": values[:, i] for i, layer in enumerate(self.layers)}
             return pa.table(data)
 
-    def to_pandas(self, metrics: Sequence[str] = (), rank: int = 0) -> Any:
+    def to_pandas(self, metrics: Sequence[str] = (), rank: int | None = 0) -> Any:
         """Return `to_arrow` as a pandas DataFrame.
 
         Raises:
