@@ -70,7 +70,7 @@ def casts(seen, layer, format, scale):
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_flushed_elements_are_counted_one_by_one(recorded, format):
-    """Over steps at several scales, at any power of two, the count equals that of zeros in the real gradients after the cast."""
+    """At any power of two, over steps at several scales, the count is that of zeros in the real gradients' casts."""
     run, seen = recorded
     assert len({scale for scale, _ in seen}) == 4
     for scale in SCALES:
@@ -126,7 +126,13 @@ def test_between_powers_of_two_the_count_is_interpolated(recorded):
 def test_steps_can_be_chosen(recorded):
     """One step, several, a range, a slice: only their gradients are counted."""
     run, seen = recorded
-    for steps, kept in ((3, [3]), ([0, 6], [0, 6]), (range(2, 5), [2, 3, 4]), (slice(5, None), [5, 6]), (np.array([1]), [1])):
+    for steps, kept in (
+        (3, [3]),
+        ([0, 6], [0, 6]),
+        (range(2, 5), [2, 3, 4]),
+        (slice(5, None), [5, 6]),
+        (np.array([1]), [1]),
+    ):
         got = ampscope.what_if(run, "fp8_e4m3", 2.0**10, steps)
         assert got.steps.tolist() == kept
         came, _, after = casts([seen[k] for k in kept], "a.weight", "fp8_e4m3", 2.0**10)
@@ -169,7 +175,13 @@ def made(tmp_path, steps, scales=(1.0,), names=("a", "b"), skipped=(), loss=1.0,
     rows = []
     for k, grads in enumerate(steps):
         scale = scales[k % len(scales)]
-        scalars = {"loss_scale": scale, "skipped": float(k in skipped), "loss": loss, "micro_steps": 1.0, "growth_tracker": 0.0}
+        scalars = {
+            "loss_scale": scale,
+            "skipped": float(k in skipped),
+            "loss": loss,
+            "micro_steps": 1.0,
+            "growth_tracker": 0.0,
+        }
         record = StepRecord(k, 1e9 + k, scalars)
         record.layers, record.keep_exponents = stats_of(grads), k not in bare
         rows.append(record)
@@ -252,7 +264,7 @@ def test_an_inf_counts_at_its_scale_and_above(tmp_path):
 
 
 def test_a_fault_that_no_scale_avoids_leaves_the_window_alone(tmp_path):
-    """NaN from the forward pass (the loss is NaN too) says nothing about scales, and no finite gradient says nothing at all."""
+    """NaN from the forward pass (the loss is NaN too) says nothing about scales."""
     nan = np.full(8, np.nan, np.float32)
     got = ampscope.what_if(made(tmp_path, [[nan, nan]], skipped=(0,), loss=float("nan")))
     assert got.window is None
@@ -262,14 +274,16 @@ def test_a_fault_that_no_scale_avoids_leaves_the_window_alone(tmp_path):
 
 
 def test_what_fp16_flushed_before_comes_on_top(tmp_path):
-    """Of gradients born in FP16 zeros are already there; they are bounded, shrink with a larger scale and vanish in BF16."""
+    """Zeros of gradients born in FP16 are there already: bounded, fewer at a larger scale, none in BF16."""
     x = torch.tensor(spread(-30, -20)).half().float().numpy()
     run = made(tmp_path, [[x, x]])
     at = ampscope.what_if(run, "fp16", 1.0)
     zero = (x == 0).mean()
     assert at.flushed.tolist() == [0, 0]
     assert at.already_zero_ratio[0] == zero
-    assert 0 <= at.already_flushed_ratio_low[0] <= at.already_flushed_ratio[0] <= at.already_flushed_ratio_high[0] <= zero
+    assert (
+        0 <= at.already_flushed_ratio_low[0] <= at.already_flushed_ratio[0] <= at.already_flushed_ratio_high[0] <= zero
+    )
     assert at.already_flushed_ratio[0] > 0
     larger, bf16 = ampscope.what_if(run, "fp16", 2.0**4), ampscope.what_if(run, "bf16", 1.0)
     assert larger.already_flushed_ratio[0] == pytest.approx(at.already_flushed_ratio[0] / 16)

@@ -33,6 +33,8 @@ ROWS = 2048
 """Steps whose layer columns are read at a time."""
 LOOKED_AT = 32
 """Steps looked at for the format."""
+FINE = 2.0**-12
+"""Above this, FP16 has all its bits; far below, its subnormals have as few as BF16."""
 
 
 @dataclass(frozen=True)
@@ -101,11 +103,12 @@ def born_in(run: Run) -> Format | None:
         return FP16
     rows = sampled[np.unique(np.linspace(0, len(sampled) - 1, LOOKED_AT).astype(np.int64))]
     columns = run.columns(("state", "low_bits", "max_abs"), 0, rows)
-    on = (columns["state"] == MEASURED) & (columns["max_abs"] > 0)
-    bits = columns["low_bits"][on].astype(np.int64)
+    top = np.where(columns["state"] == MEASURED, columns["max_abs"], 0)
+    bits = columns["low_bits"][top > 0].astype(np.int64)
     if not len(bits):
         return FP16
-    if (bits & 0xFFFF == 0).all() and (bits != 0).any():
+    wide = columns["low_bits"][top > FINE].astype(np.int64)
+    if (bits & 0xFFFF == 0).all() and (wide != 0).any():
         return BF16
     alone = len(run.ranks) == 1 and np.nanmax(run.scalar("micro_steps"), initial=1) <= 1
     return None if alone and not (bits & 0x1FFF == 0).any() else FP16
@@ -152,14 +155,14 @@ def _hopeless(run: Run, skipped: Array, edge: Array, near: Array) -> tuple[Array
 
 
 def not_the_scale(event: Event) -> bool:
-    """Whether an event puts a fault down to something that no scale cures: data, forward, a derivative bad in FP32 too."""
+    """Whether an event tells of a fault that no scale cures: in data, forward, or a derivative that is bad in FP32 too."""
     if event.kind != "nonfinite" or event.data.get("in_scale") or event.data.get("role") == "hidden":
         return False
     return event.phase in ("data", "forward") or event.data.get("fp32_ok") is False
 
 
 def _gain(by_scale: Array, edge: Array, largest: Array, finite: Array) -> float:
-    """Return by what factor overflows came sooner than parameter gradients say: the median over ends of chains of skips."""
+    """Return how many times too late parameter gradients foretell overflows: the median over ends of chains of skips."""
     ends = np.flatnonzero(by_scale[:-1] & finite[1:])
     factor = edge[ends] / largest[ends + 1]
     factor = factor[np.isfinite(factor) & (factor <= PLAUSIBLE)]
