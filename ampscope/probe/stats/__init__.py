@@ -43,10 +43,10 @@ def measure(tensors: Sequence[torch.Tensor]) -> StatsPending:
             place afterwards (on a CUDA device by work of the stream that is current now, or of one that waits for it).
 
     """
-    groups: dict[torch.device, list[int]] = {}
-    for i, t in enumerate(tensors):
-        groups.setdefault(t.device, []).append(i)
+    n = len(tensors)
+    places = [t.device for t in tensors]
     parts: list[Part] = []
-    for device, index in groups.items():
-        parts += BACKENDS.measure(device, index, tensors)
-    return StatsPending(len(tensors), parts)
+    for device in set(places):
+        mine = range(n) if places.count(device) == n else [i for i in range(n) if places[i] == device]
+        parts += BACKENDS.measure(device, mine, tensors)
+    return StatsPending(n, parts)

@@ -44,7 +44,7 @@ class Backends:
         if wait and self._thread.is_alive():
             self._thread.join()
 
-    def measure(self, device: torch.device, index: list[int], tensors: Sequence[torch.Tensor]) -> list[Part]:
+    def measure(self, device: torch.device, index: Sequence[int], tensors: Sequence[torch.Tensor]) -> list[Part]:
         """Start measuring `tensors[i]` for i in `index`, all of them on `device`."""
         mine = tensors if len(index) == len(tensors) else [tensors[i] for i in index]
         if device.type == "cpu" and self._cpu_kernel(mine):
@@ -65,7 +65,7 @@ class Backends:
                 self._thread.join(PATIENCE * sum(t.numel() for t in tensors))
         return self._kernel is not None
 
-    def _by_triton(self, index: list[int], plains: list[rows.Plain]) -> list[Part]:
+    def _by_triton(self, index: Sequence[int], plains: list[rows.Plain]) -> list[Part]:
         """Launch the CUDA kernel. Where Triton is missing or cannot compile it, give it up and return nothing."""
         try:
             from triton import TritonError

@@ -74,11 +74,12 @@ class CpuKernel:
         kept: list[torch.Tensor] = []
         notes: list[tuple[int, rows.Note]] = []
         addresses, sizes, heights, doubles = [0] * n, [0] * n, [0] * n, []
-        single, strided, kind, is_dense = torch.float32, torch.strided, torch.Tensor, rows.is_dense
+        single, strided, kind = torch.float32, torch.strided, torch.Tensor
         for i, t in enumerate(tensors):
-            if type(t) is kind and t.dtype is single and t.layout is strided and not t.is_neg() and is_dense(t):
+            ordinary = type(t) is kind and t.dtype is single and t.layout is strided and not t.is_neg()
+            if ordinary and (t.is_contiguous() or rows.is_dense(t)):
                 if t.dim() > 1:
-                    heights[i] = t.size(0)
+                    heights[i] = t.shape[0]
             else:
                 t, heights[i], _, note = rows.plain(t)
                 if note is not None:
@@ -119,7 +120,7 @@ class CpuKernel:
         if used == 2:
             kernels.join(ints, out[1])
         ints[:, rows.ZERO_ROWS : rows.ZERO_COLS + 1] = -1
-        todo = np.flatnonzero((shapes[:, 0] > 0) & (ints[:, rows.ZEROS] >= 0))
+        todo = np.flatnonzero(shapes[:, 0])
         if len(todo):
             both = 2 if used == 2 and (ints[todo, rows.ZEROS] >= shapes[todo].min(axis=1)).any() else 1
             self._share(both, lines, lambda _: (todo, addresses, sizes, shapes, wide, ints))

@@ -138,10 +138,11 @@ def amend(ints: Ints, reals: Reals, notes: Iterable[tuple[int, Note]]) -> None:
 
 def gather(n: int, parts: Iterable[tuple[Sequence[int], Ints, Reals]]) -> tuple[Ints, Reals]:
     """Put (positions, rows) together: int64 [n, WIDTH] and float64 [n, 2] in the order of the positions 0 to n - 1."""
+    found = list(parts)
+    if len(found) == 1 and list(found[0][0]) == list(range(n)):
+        return found[0][1], found[0][2]
     ints, reals = np.zeros((n, WIDTH), np.int64), np.zeros((n, 2))
-    for positions, some, other in parts:
-        if len(positions) == n and all(i == k for k, i in enumerate(positions)):
-            return some, other
+    for positions, some, other in found:
         ints[positions], reals[positions] = some, other
     return ints, reals
 
