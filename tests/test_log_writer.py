@@ -259,3 +259,32 @@ def test_a_submit_costs_the_training_thread_little(tmp_path):
         times.append(time.perf_counter() - begin)
     writer.close()
     assert np.median(times) < 5e-4
+
+
+def test_a_reader_beside_a_live_writer_sees_a_growing_prefix(tmp_path):
+    """Rows move from tail to main file while they are read: never one twice, never a gap."""
+    writer = make(tmp_path)
+    writer._journal._sink.rows.big = 20
+    rows = records(400, LAYERS, every=1000)
+    run = ampscope.open_run(tmp_path / "r")
+    seen = [0]
+
+    def write():
+        for record in rows:
+            writer.submit(Resolved(record))
+            if record.step % 3 == 0:
+                writer.flush()
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    while thread.is_alive():
+        run.refresh()
+        assert run.steps.tolist() == list(range(len(run.steps)))
+        seen.append(len(run.steps))
+        assert seen[-1] >= seen[-2]
+    thread.join()
+    writer.close()
+    run.refresh()
+    assert run.steps.tolist() == list(range(400))
+    assert not run.damage
+    assert len(set(seen)) > 10
