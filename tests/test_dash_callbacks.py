@@ -129,20 +129,25 @@ def test_a_stale_have_of_another_shape_sends_everything(store):
     assert isinstance(overview.answer(store, ask(), {"chart": {"shape": "x"}})[0], dict)
 
 
-def test_answers_are_json(store):
-    """Every answer can be sent: no NaN literals, no NumPy types."""
-    from dash._utils import to_json
-
-    for answer, more in (
+@pytest.mark.parametrize(
+    ("answer", "more"),
+    [
         (overview.answer, {}),
         (layers.answer, {"metric": "grad_norm"}),
         (layers.detail, {"layer": "block.1.weight"}),
         (events.answer, {"kinds": ["skip"], "event": "5.0"}),
+        (whatif.answer, {"fmt": "fp16"}),
+        (whatif.replay, {"r_interval": 5}),
         (compare.answer, {"cmp": []}),
         (findings.answer, {}),
-    ):
-        text = to_json(answer(store, ask(**more), None))
-        json.loads(text, parse_constant=lambda name: pytest.fail(f"{answer.__module__} sent {name}"))
+    ],
+)
+def test_answers_are_json(store, answer, more):
+    """Every answer can be sent: no NaN literals, no NumPy types."""
+    from dash._utils import to_json
+
+    text = to_json(answer(store, ask(**more), None))
+    json.loads(text, parse_constant=lambda name: pytest.fail(f"sent {name}"))
 
 
 # Tabs
@@ -196,6 +201,46 @@ def test_the_chosen_event_is_told_in_full(store):
     _, table, detail, _ = events.answer(store, ask(kinds=["skip"], event="30.0", page=-1), None)
     assert "block.1.weight" in str(detail)
     assert "chosen" in str(table)
+
+
+def settled(store):
+    """Wait for what is made in the background."""
+    source = store.source("run")
+    for background in (store.collected, store.prepared, store.diagnosis):
+        background.of(source, patience=20)
+        assert background.finish(timeout=20)
+
+
+def test_what_if_answers_at_the_recorded_scale_by_itself(store):
+    """Without a choice the slider's place is the newest scale; with one, that is drawn."""
+    settled(store)
+    chart, rows, said, *_ = whatif.answer(store, ask(fmt="fp16", scale=None), None)
+    newest = store.source("run").values("loss_scale", 0)[-1]
+    assert f"chosen: 2^{int(np.log2(newest))}" in json.dumps(chart["layout"]["annotations"])
+    assert len(rows["layout"]["yaxis"]["categoryarray"]) == 6
+    assert "FP16 at 2^" in words(said)
+    other = whatif.answer(store, ask(fmt="fp8_e4m3", scale=3), None)
+    assert "FP8_E4M3 at 2^3" in words(other[2])
+    assert "chosen: 2^32" in json.dumps(whatif.answer(store, ask(scale=1e9), None)[0]["layout"]["annotations"])
+
+
+def test_what_if_without_histograms_says_why(tmp_path):
+    """The message names the option that keeps them."""
+    kinds = make_layers(2)
+    write_run(tmp_path, kinds, records(3, kinds, exponents_every=1000, first=1), name="run")
+    store = RunStore(tmp_path)
+    settled(store)
+    out = whatif.answer(store, ask(), None)
+    assert "exponents_every" in json.dumps(out[0]["layout"]["annotations"])
+
+
+def test_replay_refuses_settings_that_a_scaler_refuses(store):
+    """The words are those of the library."""
+    settled(store)
+    out = whatif.replay(store, ask(r_backoff=1.5), None)
+    assert "backoff_factor must be between 0 and 1" in json.dumps(out[0]["layout"]["annotations"])
+    good = whatif.replay(store, ask(), None)
+    assert "These are the run's own settings" in words(good[1])
 
 
 def test_compare_takes_the_run_in_view_first(store):

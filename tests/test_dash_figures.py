@@ -6,14 +6,16 @@ import math
 import numpy as np
 import plotly.graph_objects as go
 import pytest
+from ampscope_dashboards.background import collect, prepare
 from ampscope_dashboards.figures import compare as compare_figures
 from ampscope_dashboards.figures import encode, metrics, theme
 from ampscope_dashboards.figures import layer as layer_figures
 from ampscope_dashboards.figures import layers as layers_figures
 from ampscope_dashboards.figures import overview as overview_figures
+from ampscope_dashboards.figures import whatif as whatif_figures
 from ampscope_dashboards.figures.stack import BAD, Line, Panel, powers, stacked
 from ampscope_dashboards.reader import RunStore
-from ampscope_dashboards.views import compare, layer, layers, overview
+from ampscope_dashboards.views import compare, layer, layers, overview, whatif
 from ampscope_dashboards.views.common import Range
 
 from ampscope.record.step import Layer
@@ -36,6 +38,7 @@ def every_figure(source, kind):
     """Return every figure of a theme."""
     view = layer.exponents(source, 0, 0, Range())
     pair = compare.compare([(source, 0), (source, 0)], "step")
+    sweep = whatif.sweep(source, 0, collect(source.run), "fp16", 12)
     return {
         "overview": overview_figures.figure(overview.overview(source, 0, Range()), kind, "r"),
         "layers": layers_figures.figure(layers.layer_map(source, 0, "grad_norm", Range()), kind, "r", Range()),
@@ -44,6 +47,9 @@ def every_figure(source, kind):
         "histogram": layer_figures.histogram(view, kind, "r"),
         "compare": compare_figures.figure(pair, kind, "r"),
         "ratio": compare_figures.ratio(pair.ratios, kind, "r"),
+        "whatif": whatif_figures.figure(sweep, kind, "r"),
+        "windows": whatif_figures.layers(sweep, kind, "r"),
+        "replay": whatif_figures.replay(whatif.replay(prepare(source.run), {"growth_interval": 5}, Range()), kind, "r"),
         "message": theme.message(kind, "empty"),
     }
 

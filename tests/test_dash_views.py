@@ -9,7 +9,7 @@ from ampscope_dashboards.decimate import bucket_edges, pick, window
 from ampscope_dashboards.pyramid import HistogramSummary, LinePyramid
 from ampscope_dashboards.reader import RunStore
 from ampscope_dashboards.source import WAS_NONFINITE, Source
-from ampscope_dashboards.views import compare, events, health, layer, layers, marks, overview
+from ampscope_dashboards.views import compare, events, health, layer, layers, marks, overview, whatif
 from ampscope_dashboards.views.common import Range, curve, duration, number, percent, power
 
 from ampscope.errors import AmpscopeError
@@ -485,6 +485,37 @@ def test_an_answer_that_fails_says_why(store):
     background = Background(broken)
     found = background.of(store.source("run"), patience=20)
     assert (found.value, found.problem) == (None, "no histograms")
+
+
+def test_what_if_counts_what_the_library_counts(store):
+    """Shares over all elements, the window and each layer's windows are those of `ampscope.what_if`."""
+    import ampscope
+
+    source = store.source("run")
+    collected = store.collected.of(source, patience=20).value
+    view = whatif.sweep(source, 0, collected, "fp16", 12)
+    found = ampscope.what_if(source.run, "fp16", 2.0**12)
+    lost = (found.underflow_ratio + found.already_flushed_ratio) * found.elements
+    assert view.at[0] == pytest.approx(np.nansum(lost) / found.elements.sum())
+    at = view.exponents.tolist().index(12)
+    assert view.flushed[at] == pytest.approx(view.at[0])
+    assert view.window == tuple(np.log2(found.window))
+    low = {name: math.log2(v) for name, v in zip(found.layers, found.scale_low, strict=True)}
+    assert {r.name: r.low for r in view.rows} == low
+    assert (np.diff(view.flushed) <= 1e-12).all()
+    assert (np.diff(view.overflow) >= -1e-12).all()
+
+
+def test_a_replay_with_the_run_s_settings_is_the_record(store):
+    """Nothing replaced: the same curve and skips; a shorter interval grows sooner."""
+    source = store.source("run")
+    prepared = store.prepared.of(source, patience=20).value
+    own = whatif.replay(prepared, {}, Range())
+    np.testing.assert_array_equal(own.replayed, source.run.scalar("loss_scale"))
+    assert own.replayed_skips.tolist() == own.recorded_skips.tolist() == [5, 30]
+    faster = whatif.replay(prepared, {"growth_interval": 10}, Range())
+    assert faster.replayed[-1] > own.replayed[-1]
+    assert whatif.replay(prepared, {}, Range(50.0, 60.0)).x.tolist() == list(range(50, 61))
 
 
 def test_runs_are_compared_on_a_common_axis(tmp_path):

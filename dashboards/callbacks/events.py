@@ -129,13 +129,19 @@ def step(store: RunStore, data: Any) -> Any:
     e = view.chosen.event
     place = f" ({view.place:,} of {view.matched:,})" if view.place else ""
     text = f"{views.KIND_WORDS.get(e.kind, e.kind)} at step {e.step:,}{place}: {e.message}"
-    return {"id": view.chosen.id, "step": e.step, "range": around(e.step, ask.span), "text": text}
+    return {
+        "id": view.chosen.id,
+        "step": e.step,
+        "range": around(e.step, ask.span, int(source.steps[0]) if len(source.steps) else 0),
+        "text": text,
+    }
 
 
-def around(step: int, span: Range) -> list[float]:
-    """Return the range that shows a step: as wide as the one in view where that is narrow, else `AROUND` steps."""
+def around(step: int, span: Range, first: int = 0) -> list[float]:
+    """Return the range that shows a step and begins no earlier than the `first`: as wide as the one in view where that is narrow, else `AROUND` steps."""
     width = AROUND if span.low is None or span.high is None else min(span.high - span.low, 4 * AROUND)
-    return [round(step - width / 2, 2), round(step + width / 2, 2)]
+    low = max(step - width / 2, first - 1.0)
+    return [round(low, 2), round(low + width, 2)]
 
 
 def register(app: Dash, store: RunStore) -> None:

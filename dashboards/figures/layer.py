@@ -112,7 +112,7 @@ def exponents(
         },
     }  # fmt: skip
     return {
-        "data": [heat, *_zone(view, p, bottom), *_limits(view, p, bottom, top), bar_trace(SHARES, p.muted, narrow)],
+        "data": [heat, *_zone(view, bottom), *_limits(view, p, bottom, top), bar_trace(SHARES, p.muted, narrow)],
         "layout": layout(
             theme, revision, xaxis=x, height=440, hovermode="closest", margin={"l": 52 if narrow else 64, "r": 60 if narrow else 92, "t": 46, "b": 46},
             yaxis={"range": [bottom, top + 0.5], "tickvals": ticks, "ticktext": [f"2^{t}" for t in ticks], "title": {"text": ""}},
@@ -127,7 +127,7 @@ def _at(view: Exponents, exponent: float) -> tuple[list[float], list[float]]:
     return [float(v) for v in view.edges], [float(v) for v in np.append(y, y[-1:])]
 
 
-def _zone(view: Exponents, p: Palette, bottom: int) -> list[dict[str, Any]]:
+def _zone(view: Exponents, bottom: int) -> list[dict[str, Any]]:
     x, y = _at(view, FORMATS["fp16"].flush)
     clear = {"type": "scatter", "mode": "lines", "x": x, "line": {"width": 0, "shape": "hv"}, "hoverinfo": "skip"}
     floor = clear | {"y": [float(bottom)] * len(x), "name": "bottom"}

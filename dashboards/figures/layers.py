@@ -78,16 +78,14 @@ def names(view: LayerMap) -> list[str]:
 
 
 def _values(view: LayerMap, style: Style, names: list[str]) -> dict[str, Any]:
-    special = view.cells != VALUE
-    words: list[Any] = []
-    for row, marks in zip(view.cells, special, strict=True):
-        words.append([WORDS[int(c)] for c in row] if marks.any() else [])
+    special = bool((view.cells != VALUE).any())
+    words = [[WORDS[int(c)] for c in row] for row in view.cells] if special else []
     return {
         "type": "heatmap", "x": encode.array(view.edges), "y": names, "z": encode.array(view.values), "text": words,
         "zmin": style.low, "zmax": style.high, "zauto": False, "colorscale": colorscale(style), "showscale": False,
         "zsmooth": False, "hoverongaps": True, "xgap": 0, "ygap": 1 if len(names) <= 60 else 0,
         "hovertemplate": f"%{{y}}<br>from step %{{x}}<br>{encode.text(style.title.lower())}: %{{z:{style.format}}} "
-        "%{text}<extra></extra>",
+        + ("%{text}<extra></extra>" if special else "<extra></extra>"),
     }  # fmt: skip
 
 

@@ -16,11 +16,10 @@ FLOOR = 1e-7
 """Least share drawn."""
 
 
-def _scales(p: Palette, narrow: bool, low: float = LOW, high: float = HIGH) -> dict[str, Any]:
-    stride = 8 if narrow else 4
-    ticks = list(range(int(math.floor(low / stride)) * stride, int(high) + 1, stride))
+def _scales(narrow: bool) -> dict[str, Any]:
+    ticks = list(range(LOW, HIGH + 1, 8 if narrow else 4))
     return {
-        "title": {"text": "loss scale"}, "range": [low - 0.5, high + 0.5], "tickvals": ticks, "ticktext": [f"2^{k}" for k in ticks],
+        "title": {"text": "loss scale"}, "range": [LOW - 0.5, HIGH + 0.5], "tickvals": ticks, "ticktext": [f"2^{k}" for k in ticks],
         "zeroline": False,
     }  # fmt: skip
 
@@ -45,18 +44,8 @@ def _marks(view: Sweep, p: Palette) -> tuple[list[dict[str, Any]], list[dict[str
         note((max(low, LOW) + min(high, HIGH)) / 2, "good for every layer", 0)
     if math.isfinite(view.recorded[0]):
         low, high = view.recorded
-        for x in {low, high}:
-            shapes.append(
-                {
-                    "type": "line",
-                    "x0": x,
-                    "x1": x,
-                    "y0": 0,
-                    "y1": 1,
-                    "yref": "paper",
-                    "line": {"color": p.session, "width": 1},
-                }
-            )
+        grey = {"type": "line", "y0": 0, "y1": 1, "yref": "paper", "line": {"color": p.session, "width": 1}}
+        shapes += [grey | {"x0": x, "x1": x} for x in sorted({low, high})]
         note((low + high) / 2, "recorded" if low == high else "recorded, least and greatest", 1)
     shapes.append(
         {
@@ -91,7 +80,7 @@ def figure(view: Sweep, theme: Theme, revision: str, *, narrow: bool = False) ->
         "layout": layout(
             theme, revision, height=360, shapes=shapes, annotations=notes, hovermode="x unified", showlegend=True,
             legend={"orientation": "h", "x": 0, "y": -0.2}, margin={"l": 64, "r": 14, "t": 60, "b": 70},
-            xaxis=_scales(p, narrow) | {"unifiedhovertitle": {"text": "loss scale"}},
+            xaxis=_scales(narrow) | {"unifiedhovertitle": {"text": "loss scale"}},
             yaxis={"type": "log", "tickformat": ".3~p", "range": [math.log10(FLOOR), 0.1], "dtick": 1, "title": {"text": ""}},
         ),
     }  # fmt: skip
@@ -122,7 +111,7 @@ def layers(view: Sweep, theme: Theme, revision: str, *, narrow: bool = False) ->
              "marker": {"color": p.nan, "symbol": "x", "size": 9}},
         ],
         "layout": layout(
-            theme, revision, height=height, shapes=shapes, annotations=notes, margin={"l": 24, "r": 14, "t": 60, "b": 46}, xaxis=_scales(p, narrow),
+            theme, revision, height=height, shapes=shapes, annotations=notes, margin={"l": 24, "r": 14, "t": 60, "b": 46}, xaxis=_scales(narrow),
             yaxis={"type": "category", "categoryorder": "array", "categoryarray": names, "autorange": "reversed", "tickmode": "array",
                    "tickvals": names, "ticktext": [encode.text(encode.shorten(r.name, 16 if narrow else 36)) for r in rows]},
         ),
@@ -145,8 +134,8 @@ def replay(view: ReplayView, theme: Theme, revision: str, *, narrow: bool = Fals
         Panel(
             "Would the loss scale be better?",
             [
-                Line("recorded", view.x, view.recorded, p.line, step=True, width=2),
-                Line("replayed", view.x_replayed, view.replayed, p.skip, step=True, width=2),
+                Line("recorded", view.x, view.recorded, p.line, step=True, width=4),
+                Line("replayed", view.x_replayed, view.replayed, p.skip, step=True, width=1.5),
             ],
             scale="log2", weight=1.5,
         ),

@@ -62,11 +62,11 @@ def _all_items(source: Source) -> list[Item]:
     steps = source.steps
     for rank in source.run.ranks:
         skipped, scale = source.values("skipped", rank), source.values("loss_scale", rank)
-        for row in np.flatnonzero(skipped > 0).tolist():
-            if (int(steps[row]), rank) not in told:
-                events.append(
-                    Event(int(steps[row]), "skip", rank, message=f"step skipped at loss scale {power(scale[row])}")
-                )
+        events += [
+            Event(int(steps[row]), "skip", rank, message=f"step skipped at loss scale {power(scale[row])}")
+            for row in np.flatnonzero(skipped > 0).tolist()
+            if (int(steps[row]), rank) not in told
+        ]
     events.sort(key=lambda e: (e.step, e.rank))
     seen: dict[int, int] = {}
     items = []

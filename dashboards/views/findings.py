@@ -57,7 +57,7 @@ def cards(findings: list[Finding]) -> list[Card]:
 
 
 def _card(f: Finding) -> Card:
-    first, last, count = (list(f.steps) + [-1, -1, 0])[:3] if f.steps else (-1, -1, 0)
+    first, last, count = [*f.steps, -1, -1, 0][:3] if f.steps else (-1, -1, 0)
     facts = [
         ("phase", "" if f.phase == "none" else f.phase),
         ("layers", ", ".join(f.layers[:8]) + (f" and {len(f.layers) - 8} more" if len(f.layers) > 8 else "")),
