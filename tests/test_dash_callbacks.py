@@ -123,10 +123,12 @@ def test_a_patch_applied_is_the_figure(store):
 
 def test_a_stale_have_of_another_shape_sends_everything(store):
     """What a browser says it has is not believed beyond its shape."""
-    first = layers.answer(store, ask(metric="grad_norm"), None)
-    other = layers.answer(store, ask(metric="zero_ratio"), first[-1])
-    assert isinstance(other[0], dict)
-    assert isinstance(overview.answer(store, ask(), {"chart": {"shape": "x"}})[0], dict)
+    norms = layers.answer(store, ask(metric="grad_norm"), None)
+    assert isinstance(layers.answer(store, ask(metric="zero_ratio"), norms[-1])[0], dict)
+    first = overview.answer(store, ask(), None)
+    shape = first[-1]["chart"]["shape"]
+    for nonsense in ("x", {"shape": "x"}, {"shape": shape}, {"shape": shape, "data": 3, "layout": []}):
+        assert isinstance(overview.answer(store, ask(), {"chart": nonsense})[0], dict)
 
 
 @pytest.mark.parametrize(

@@ -105,20 +105,20 @@ def send(figure: Figure, have: Any) -> tuple[Any, dict[str, Any]]:
             sorted(layout),
         ]
     )
-    new = {
-        "shape": shape,
-        "data": [digest(t) for t in figure["data"]],
-        "layout": {k: digest(v) for k, v in layout.items()},
-    }
-    if not isinstance(have, Mapping) or have.get("shape") != shape:
+    traces = [digest(t) for t in figure["data"]]
+    entries = {k: digest(v) for k, v in layout.items()}
+    new = {"shape": shape, "data": traces, "layout": entries}
+    old, old_entries = (have.get("data"), have.get("layout")) if isinstance(have, Mapping) else (None, None)
+    fits = isinstance(have, Mapping) and have.get("shape") == shape
+    if not (fits and isinstance(old, list) and len(old) == len(traces) and isinstance(old_entries, Mapping)):
         return figure, new
     patch, changed = Patch(), False
-    for i, (mark, trace) in enumerate(zip(new["data"], figure["data"], strict=True)):
-        if have["data"][i] != mark:
+    for i, trace in enumerate(figure["data"]):
+        if old[i] != traces[i]:
             patch["data"][i] = trace
             changed = True
-    for key, mark in new["layout"].items():
-        if have["layout"].get(key) != mark:
+    for key, mark in entries.items():
+        if old_entries.get(key) != mark:
             patch["layout"][key] = layout[key]
             changed = True
     return (patch if changed else no_update), new

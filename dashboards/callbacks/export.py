@@ -6,6 +6,7 @@ import csv
 import io
 import re
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -95,14 +96,8 @@ def _layers(store: RunStore, ask: Ask) -> Iterable[Sequence[Any]]:
     yield ["row", "from_step", "to_step", metric, "note"]
     words = {1: "no gradient", 2: "NaN or inf", 3: "no limit", 4: "not sampled"}
     for r, row in enumerate(view.rows):
-        for c in range(view.values.shape[1]):
-            yield [
-                row.label,
-                int(view.edges[c]),
-                int(view.edges[c + 1]) - 1,
-                float(view.values[r, c]),
-                words.get(int(view.cells[r, c]), ""),
-            ]
+        for k, (begin, end) in enumerate(pairwise(view.edges.tolist())):
+            yield [row.label, begin, end - 1, float(view.values[r, k]), words.get(int(view.cells[r, k]), "")]
 
 
 def _events(store: RunStore, ask: Ask) -> Iterable[Sequence[Any]]:

@@ -26,21 +26,24 @@ class Style:
         return ".3~p" if self.share else ".4~g"
 
 
-SHARE = {"low": 1e-5, "high": 1.0, "share": True}
+def _share(title: str, hint: str) -> Style:
+    return Style(title, hint, 1e-5, 1.0, share=True)
+
+
 STYLES: dict[str, Style] = {
-    "underflow_ratio": Style("Underflow", "share flushed to zero in FP16, best free estimate", **SHARE),
-    "underflow_ratio_low": Style("Underflow, at least", "lower bound of the share flushed to zero", **SHARE),
-    "underflow_ratio_high": Style("Underflow, at most", "upper bound of the share flushed to zero", **SHARE),
-    "underflow_ratio_measured": Style("Underflow, measured", "share flushed to zero, measured by probes", **SHARE),
-    "underflow_ratio_unscaled": Style("Underflow without scaling", "share that would be flushed at scale 1", **SHARE),
+    "underflow_ratio": _share("Underflow", "share flushed to zero in FP16, best free estimate"),
+    "underflow_ratio_low": _share("Underflow, at least", "lower bound of the share flushed to zero"),
+    "underflow_ratio_high": _share("Underflow, at most", "upper bound of the share flushed to zero"),
+    "underflow_ratio_measured": _share("Underflow, measured", "share flushed to zero, measured by probes"),
+    "underflow_ratio_unscaled": _share("Underflow without scaling", "share that would be flushed at scale 1"),
     "grad_norm": Style("Gradient norm", "L2 norm of the unscaled gradient", 1e-8, 1e4),
     "grad_max": Style("Largest gradient", "largest finite unscaled element", 1e-9, 1e3),
     "headroom_bits": Style(
         "Headroom", "doublings of the scale left before overflow; few are bad", 0, 32, log=False, reverse=True
     ),
     "nonfinite_count": Style("NaN and inf", "elements that were not finite", 1, 1e6),
-    "zero_ratio": Style("Zeros", "share of exact zeros, natural ones included", **SHARE),
-    "subnormal_ratio": Style("Subnormals", "share below FP16's smallest normal: kept, with fewer bits", **SHARE),
+    "zero_ratio": _share("Zeros", "share of exact zeros, natural ones included"),
+    "subnormal_ratio": _share("Subnormals", "share below FP16's smallest normal: kept, with fewer bits"),
     "weight_norm": Style("Weight norm", "L2 norm of the parameter", 1e-4, 1e4),
 }
 """Every metric of `Run.metrics`."""
