@@ -17,6 +17,8 @@ from ampscope.probe.stats import BACKENDS
 BACKENDS.warm(wait=True)
 
 LOOPS = {}
+UNSEEN = ("compiled_train_step",)
+"""Loops that must not be changed, and whose calls, compiled, are not seen."""
 
 
 def loop(function):
@@ -444,3 +446,95 @@ def dropout_and_batchnorm(watch, steps=20):
     model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Linear(16, 1))
     out = run(watch, steps, model=model)
     return [*out, *(b.double() for b in model.buffers())]
+
+
+@loop
+def gradient_penalty(watch, steps=20):
+    """PyTorch's recipe: `autograd.grad` of a scaled loss with `create_graph`, unscaled by hand."""
+
+    def body(step, model, opt, scaler):
+        loss = forward(model, *batch(step))
+        grads = torch.autograd.grad(scaler.scale(loss), list(model.parameters()), create_graph=True)
+        penalty = sum((g / scaler.get_scale()).pow(2).sum() for g in grads)
+        scaler.scale(loss + 0.1 * penalty).backward()
+        scaler.step(opt)
+        scaler.update()
+
+    return run(watch, steps, body=body)
+
+
+@loop
+def lazy_losses(watch, steps=20):
+    """A generator of losses."""
+
+    def body(step, model, opt, scaler):
+        for scaled in scaler.scale(forward(model, *batch(step + 100 * k)) for k in range(3)):
+            scaled.backward()
+        scaler.step(opt)
+        scaler.update()
+
+    return run(watch, steps, body=body)
+
+
+@loop
+def checkpointed(watch, steps=20):
+    """Activation checkpointing of both kinds."""
+    from torch.utils.checkpoint import checkpoint
+
+    def body(step, model, opt, scaler):
+        x, y = batch(step, spike=(3,))
+        with torch.autocast("cpu", dtype=torch.float16):
+            hidden = checkpoint(model[:2], x.requires_grad_(True), use_reentrant=step % 2 == 0)
+            loss = (model[2](hidden).float() - y).pow(2).mean()
+        scaler.scale(loss).backward()
+        scaler.step(opt)
+        scaler.update()
+
+    return run(watch, steps, body=body)
+
+
+@loop
+def compiled_optimizer(watch, steps=20):
+    """`optimizer.step` compiled, called by the scaler."""
+    torch._dynamo.reset()
+    model = net()
+    opt = torch.optim.SGD(model.parameters(), lr=1e-3)
+    opt.step = torch.compile(opt.step, backend="eager")
+    return run(watch, steps, optimizer=lambda m: opt, model=model)
+
+
+@loop
+def compiled_train_step(watch, steps=20):
+    """Forward, backward and the scaler's calls in one compiled function (with the graph breaks that GradScaler makes)."""
+    torch._dynamo.reset()
+
+    def body(step, model, opt, scaler):
+        train(model, opt, scaler, *batch(step, spike=(3,)))
+
+    @torch.compile(backend="eager")
+    def train(model, opt, scaler, x, y):
+        scaler.scale(forward(model, x, y)).backward()
+        scaler.step(opt)
+        scaler.update()
+
+    return run(watch, steps, body=body)
+
+
+@loop
+def bare_steps_beside(watch, steps=20):
+    """One network is scaled, the other steps five times a record on its own, unscaled."""
+    g, d = net(0, 4, 8), net(1, 1, 8)
+    og, od = torch.optim.Adam(g.parameters(), lr=1e-3), torch.optim.SGD(d.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    watch(scaler, {"G": g, "D": d})
+    for step in range(steps):
+        z = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
+        for _ in range(5):
+            od.zero_grad()
+            (d(g(z).detach()) - 1).pow(2).mean().backward()
+            od.step()
+        og.zero_grad()
+        scaler.scale(forward(d, g(z), torch.ones(8, 1))).backward()
+        scaler.step(og)
+        scaler.update()
+    return result(g, d)

@@ -32,14 +32,8 @@ class Reference:
         run = Run(model)
         self.runs.append(run)
         if scaler is None:
-            step = optimizer.step
-
-            def stepped(*args):
-                run.look(optimizer, 1.0)
-                step(*args)
-                run.close(None)
-
-            optimizer.step = stepped
+            optimizer.register_step_pre_hook(lambda *args: run.look(optimizer, 1.0))
+            optimizer.register_step_post_hook(lambda *args: run.close(None))
             return None
         run.wrap(scaler)
         return scaler

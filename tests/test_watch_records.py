@@ -6,12 +6,16 @@ import torch
 
 import ampscope
 from ampscope.run.find import find_runs
-from tests.loops import LOOPS
+from tests.loops import LOOPS, UNSEEN
 from tests.reference import Reference
 from tests.test_watch_loops import Watching
 
 
-@pytest.mark.parametrize("name", LOOPS)
+OF_THEIR_OWN = ("gradient_penalty", "lazy_losses", "bare_steps_beside", *UNSEEN)
+"""Loops whose losses or steps the slow reference does not see; test_watch_loss.py and tests below look at them."""
+
+
+@pytest.mark.parametrize("name", [n for n in LOOPS if n not in OF_THEIR_OWN])
 def test_a_record_holds_what_a_slow_reference_sees(name, tmp_path):
     """Scale, tracker, skips, loss, and every layer's norm, maximum, zeros and non-finite elements."""
     reference = Reference()
@@ -169,3 +173,12 @@ def test_time_and_memory_scalars(tmp_path):
     assert (run.scalar("overhead_seconds") < run.scalar("step_seconds")).all()
     assert np.isnan(run.scalar("peak_memory_bytes")).all()
     assert (np.diff(run.scalar("time")) >= 0).all()
+
+
+def test_a_network_trained_beside_the_scaler_is_not_measured(tmp_path):
+    """Its gradients do not carry the loss scale; nothing of it is divided by one."""
+    run = record("bare_steps_beside", tmp_path, 6)
+    assert run.steps.tolist() == list(range(6))
+    d = np.array([x.name.startswith("D.") for x in run.layers])
+    assert np.isfinite(run.metric("grad_norm")[:, ~d]).all()
+    assert not run.sampled[:, d].any()

@@ -105,8 +105,8 @@ def optimizer_steps(
 ) -> Handles:
     """Call `before` and `after` around every `step()` of every optimizer of this process, or of one optimizer.
 
-    An optimizer's own hooks do not travel with its copies and pickles. A compiled `step` runs without them: a graph break would
-    change what the user compiled.
+    An optimizer's own hooks do not travel with its copies and pickles. In a compiled `step` they are silent: a dispatch mode that is left
+    within a compiled call leaves the process's dispatcher in disorder.
     """
 
     def pre(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

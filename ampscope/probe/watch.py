@@ -118,6 +118,9 @@ def watch(
 ) -> Any:
     """Watch a gradient scaler in place and record every step of the training it drives.
 
+    Compiled models are watched; calls of the scaler or of `optimizer.step` that are themselves inside a compiled function are not
+    seen.
+
     Args:
         scaler: a `torch.amp.GradScaler` (any device, deprecated spellings, subclasses, disabled ones), or None with `optimizer`.
         model: a module, or a list or dict of modules, whose parameters are the layers of the record.
