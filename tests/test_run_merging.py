@@ -261,6 +261,23 @@ def test_refresh_reads_only_what_was_appended(tmp_path, monkeypatch):
     assert sum(read) < os.path.getsize(tmp_path / "r" / "ampscope-0-rank0.arrows") / 5
 
 
+def test_a_tail_that_got_the_number_of_an_older_file_is_read_anew(tmp_path, monkeypatch):
+    """An inode is free once a file is gone: the next but one tail may have the same number, and be longer."""
+    import ampscope.log.streams as streams
+
+    monkeypatch.setattr(streams, "_identity", lambda stat: (7, 7))
+    writer = Writer(tmp_path / "r")
+    run = ampscope.open_run(tmp_path / "r")
+    rows = records(120, LAYERS)
+    at = 0
+    for size in (3, 9, 1, 8, 11, 20, 7, 13, 5, 43):
+        writer.write(rows[at : at + size])
+        at += size
+        assert run.refresh()
+        assert run.steps.tolist() == list(range(at))
+        assert not run.damage
+
+
 def test_refresh_finds_new_sessions_ranks_and_parts(tmp_path):
     """A resumed run grows in the open dashboard."""
     path = write_run(tmp_path, LAYERS, records(5, LAYERS))

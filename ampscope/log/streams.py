@@ -42,6 +42,8 @@ class Stream:
         self._schema_bytes = b""
         self._offset = 0
         self._identity: tuple[int, int] | None = None
+        self._mark = (0, 0, 0)
+        """Offset, length and CRC-32 of the last metadata read: an inode's number may be given to the next file."""
 
     def read_header(self) -> Header | None:
         """Return the header, None while the file is empty; reads nothing else.
@@ -54,7 +56,7 @@ class Stream:
                 with open(self.path, "rb") as file:
                     stat = os.fstat(file.fileno())
                     if self._read_schema(file, stat.st_size):
-                        self._identity = (stat.st_dev, stat.st_ino)
+                        self._identity = _identity(stat)
             except OSError as error:
                 self._note(f"cannot be read ({error.strerror or error})")
         return self.header
@@ -72,13 +74,18 @@ class Stream:
         try:
             with open(self.path, "rb") as file:
                 stat = os.fstat(file.fileno())
-                identity = (stat.st_dev, stat.st_ino)
-                anew = self._identity is not None and (identity != self._identity or stat.st_size < self._offset)
+                identity = _identity(stat)
+                anew = self._identity is not None and not (
+                    identity == self._identity and stat.st_size >= self._offset and self._continues(file)
+                )
                 if self._identity is None or anew:
                     self._identity = identity
                     self._offset, self.finished, self.schema, self.header = 0, False, None, None
+                    self._mark = (0, 0, 0)
                     self.damage.clear()
                 found = self._scan(file, stat.st_size)
+                if found:
+                    self._remember(file, found[-1].offset, found[-1].head)
                 return anew, [(frame, self._load(file, frame, columns) if columns else None) for frame in found]
         except FileNotFoundError:
             gone = self._identity is not None
@@ -87,6 +94,16 @@ class Stream:
         except OSError as error:
             self._note(f"cannot be read ({error.strerror or error})")
             return False, []
+
+    def _continues(self, file: BinaryIO) -> bool:
+        """Whether what was read last still stands where it stood."""
+        at, length, crc = self._mark
+        file.seek(at)
+        return zlib.crc32(file.read(length)) == crc
+
+    def _remember(self, file: BinaryIO, at: int, length: int) -> None:
+        file.seek(at)
+        self._mark = at, length, zlib.crc32(file.read(length))
 
     def _scan(self, file: BinaryIO, size: int) -> list[frames.Frame]:
         found: list[frames.Frame] = []
@@ -142,6 +159,7 @@ class Stream:
         if not {"row", "is_step", "step"} <= set(schema.names):
             raise LogError(f"{self.path} is not an ampscope log (it lacks the columns every log has)")
         self.header, self.schema, self._offset = header, schema, offset
+        self._remember(file, 0, offset)
         self._buffers = buffers_a_column(schema)
         self._schema_bytes = bytes(schema.remove_metadata().serialize())
         return True
@@ -210,6 +228,10 @@ class Stream:
         line = f"{self.path.name}: {text}"
         if line not in self.damage:
             self.damage.append(line)
+
+
+def _identity(stat: os.stat_result) -> tuple[int, int]:
+    return stat.st_dev, stat.st_ino
 
 
 def _read_into(file: BinaryIO, offset: int, view: memoryview) -> None:
