@@ -1,5 +1,6 @@
 """Dashboard: run → plain data. Decimation, summaries of long runs, and what each tab shows."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -262,6 +263,20 @@ def test_overview_marks_what_a_line_cannot_show(store):
     assert view.last_step == 119
 
 
+def test_marks_are_those_of_the_rank_in_view(tmp_path):
+    """What another rank skipped is not drawn on this one's line."""
+    kinds = make_layers(2)
+    for rank in (0, 1):
+        rows = records(40, kinds, skip=[5 + rank], seed=rank)
+        for row in rows:
+            row.events = [dataclasses.replace(e, rank=rank) for e in row.events]
+        write_run(tmp_path, kinds, rows, name="run", rank=rank, world_size=2, launch_key="x")
+    source = RunStore(tmp_path).source("run")
+    for rank in (0, 1):
+        view = marks.marks(source, rank, Range())
+        assert [x for x, k in zip(view.x.tolist(), view.kind, strict=True) if k == "skip"] == [5 + rank]
+
+
 def test_a_zoomed_overview_holds_its_range_only(store):
     """Only the steps in view, and one on either side, are sent."""
     view = overview.overview(store.source("run"), 0, Range(50.0, 60.0))
@@ -380,6 +395,8 @@ def test_two_thousand_layers_are_folded_and_what_is_left_out_is_counted(tmp_path
     rows = layers.make_rows(names, range(2000), "auto", ())
     assert len(rows) == 200
     assert all(r.is_group and r.count == 10 for r in rows)
+    deep = [f"model.layers.{i // 12}.part{i % 12 // 2}.{i % 2}" for i in range(1200)]
+    assert [r.key for r in layers.make_rows(deep, range(1200), "auto", ())] == [f"model.layers.{i}" for i in range(100)]
     assert len(layers.make_rows(names, range(150), "auto", ())) == 150
     assert len(layers.make_rows(names, range(2000), "top", ())) == 1
     kinds = make_layers(300)

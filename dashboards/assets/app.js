@@ -175,7 +175,7 @@
     "event-step": (by) => step(Number(by)),
     "event-close": () => set({ event: null, range: null }),
     page: (number) => set({ page: Number(number) }),
-    link: (text) => set(Object.assign({ open: [] }, JSON.parse(text))),
+    link: (text) => set(Object.assign({ open: [], q: "", event: null }, JSON.parse(text))),
     search: () => { const box = byId(view.tab === "events" ? "evq" : "q"); if (view.tab !== "events") set({ tab: "layers" });
       window.setTimeout(() => { if (box) box.focus(); }, 50); },
   };

@@ -53,7 +53,7 @@ def figure(
     shown = [i for i, row in enumerate(view.rows) if i % spacing == 0 or row.key == selected]
     axis_y = {
         "type": "category", "categoryorder": "array", "categoryarray": shown_as, "autorange": "reversed", "fixedrange": rows <= 8,
-        "tickmode": "array", "tickvals": [shown_as[i] for i in shown], "ticks": "", "showgrid": False,
+        "tickmode": "array", "tickvals": [shown_as[i] for i in shown], "ticks": "", "ticklabelstandoff": 6, "showgrid": False,
         "ticktext": [_label(view.rows[i].label, view.rows[i].key == selected, 16 if narrow else 36) for i in shown], "tickfont": {"size": 11},
     }  # fmt: skip
     axis_x: dict[str, Any] = {

@@ -214,11 +214,13 @@ def _axis(panel: Panel, domain: list[float]) -> dict[str, Any]:
     return axis | panel.ticks
 
 
-def _decades(values: Sequence[Array]) -> int | None:
-    """Return how many decades apart ticks are, None (plotly's choice) where there is less than two to show."""
+def _decades(values: Sequence[Array]) -> int | str | None:
+    """Return how far apart ticks are: decades, 1-2-5 ("D2") where there are few, None (plotly's choice) within half of one."""
     span = log_range(values, 10.0, 0.0, 0.0)
-    if span is None or span[1] - span[0] < 2:
+    if span is None or span[1] - span[0] < 0.5:
         return None
+    if span[1] - span[0] < 2:
+        return "D2"
     return max(1, int(np.ceil((span[1] - span[0]) / 5)))
 
 

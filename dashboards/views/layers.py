@@ -86,11 +86,25 @@ class Query:
         return all(word in name.lower() for word in self._words)
 
 
-def group_of(name: str, group: Group) -> str:
-    """Return the module a parameter is folded into ("" for none)."""
+def group_of(name: str, group: Group | int) -> str:
+    """Return the module a parameter is folded into ("" for none); a number is how many parts of its name that has."""
+    parts = name.split(".")[:-1]
     if group == "top":
-        return name.split(".", 1)[0] if "." in name else ""
-    return name.rpartition(".")[0] if group == "module" else ""
+        group = 1
+    if isinstance(group, int):
+        return ".".join(parts[:group])
+    return ".".join(parts) if group == "module" else ""
+
+
+def fitting(names: Sequence[str], chosen: Sequence[int]) -> Group | int:
+    """Return the finest grouping that leaves at most `ROWS` rows."""
+    if len(chosen) <= ROWS:
+        return "none"
+    deepest = max(names[i].count(".") for i in chosen)
+    for depth in range(deepest, 1, -1):
+        if len({group_of(names[i], depth) or names[i] for i in chosen}) <= ROWS:
+            return depth
+    return 1
 
 
 def make_rows(names: Sequence[str], indices: Iterable[int], group: Group, opened: Iterable[str]) -> list[Row]:
@@ -99,23 +113,19 @@ def make_rows(names: Sequence[str], indices: Iterable[int], group: Group, opened
     Args:
         names: all layers' names.
         indices: which of them to show.
-        group: "auto" folds modules only where there are more than `ROWS` layers, whole blocks where that is not enough.
+        group: "auto" folds only where there are more than `ROWS` layers, and no more than needed.
         opened: modules whose layers are shown one by one.
     """
     chosen = list(indices)
-    if group == "auto":
-        group = "none"
-        if len(chosen) > ROWS:
-            modules = {group_of(names[i], "module") for i in chosen}
-            group = "module" if len(modules) <= ROWS else "top"
+    how = fitting(names, chosen) if group == "auto" else group
     members: dict[str, list[int]] = {}
     for i in chosen:
-        members.setdefault(group_of(names[i], group), []).append(i)
+        members.setdefault(group_of(names[i], how), []).append(i)
     unfolded = {*opened, ""}
     rows: list[Row] = []
     seen: set[str] = set()
     for i in chosen:
-        module = group_of(names[i], group)
+        module = group_of(names[i], how)
         if module in unfolded or len(members[module]) == 1:
             rows.append(Row(names[i], names[i], (i,), False))
         elif module not in seen:
@@ -156,11 +166,10 @@ def layer_map(
         cells = classify(z, np.stack([merged[i][1] for i in at]))
     else:
         z, cells = np.zeros((len(at), 0), np.float32), np.zeros((len(at), 0), np.uint8)
-    known = {group_of(n, g) for n in names for g in ("module", "top")}
     return LayerMap(
         metric, [every[i] for i in at], table.edges, np.where(np.isfinite(z), z, np.nan).astype(np.float32), cells,
         len(chosen), len(names), len(every) - len(at), table.done, table.raw,
-        [m for m in opened if m in known], wanted.problem,
+        [m for m in opened if any(n.startswith(f"{m}.") for n in names)], wanted.problem,
     )  # fmt: skip
 
 

@@ -82,6 +82,8 @@ def _all(source: Source, rank: int) -> dict[Kind, Array]:
     steps = source.steps
     out: dict[Kind, set[int]] = {kind: set() for kind in KINDS}
     for event in source.events:
+        if event.rank != rank:
+            continue
         for kind in event_kinds(event):
             out[kind].add(event.step)
     out["skip"] |= set(steps[source.values("skipped", rank) > 0].tolist())
