@@ -9,6 +9,8 @@ from typing import Any
 
 MEMORY = 128 << 20
 """Bytes of records waiting at most."""
+LEAST = 4
+"""Records that may wait however large they are."""
 PATIENCE = 0.25
 """Seconds training waits at most for a writer that is behind."""
 PAUSE = 5.0
@@ -29,7 +31,7 @@ class Inbox:
 
     def resize(self, n_layers: int) -> None:
         """Set how many records may wait, by the size of a record of so many layers."""
-        self.limit = max(32, min(4096, MEMORY // (_LAYER_BYTES * max(n_layers, 1))))
+        self.limit = max(LEAST, min(4096, MEMORY // (_LAYER_BYTES * max(n_layers, 1))))
 
     def put(self, what: str, value: Any) -> None:
         """Add an item. Where too many records wait: wait a moment, then drop the oldest."""

@@ -75,7 +75,7 @@ class Journal:
     def _warn(self, text: str) -> None:
         if not self._warned:
             self._warned = True
-            _say(f"ampscope {text}. Training goes on.")
+            say(f"ampscope {text}. Training goes on.")
 
     def _make_context(self) -> underflow.Context:
         """Return what the underflow estimate knows of the layers."""
@@ -163,12 +163,12 @@ class Journal:
         for sink in [*self._closing, self._sink]:
             if not self.attempt(sink.close):
                 self._settle(sink, "the log could not be closed")
-                _say(f"ampscope: {self.lost}.")
+                say(f"ampscope: {self.lost}.")
         if self._board is not None:
             self.attempt(self._board.close)
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
     with contextlib.suppress(
         RuntimeWarning
     ):  # raised where warnings are errors, and this thread has nobody to raise to

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from ampscope.log.inbox import Inbox
-from ampscope.log.journal import Journal
+from ampscope.log.journal import Journal, say
 from ampscope.log.rundir import RunClaim
 from ampscope.log.schema import Header
 from ampscope.log.streams import HEARTBEAT
@@ -86,6 +86,9 @@ class LogWriter:
         """Queue a record; returns at once unless the writer is far behind."""
         if self._open:
             self._inbox.put("record", pending)
+        elif not self._closed:
+            self._closed = True
+            say("ampscope: watch() was called before this process was forked off; its steps are not recorded.")
 
     def submit_events(self, events: Sequence[Event]) -> None:
         """Queue events that belong to no record (an exception before `update()`, say)."""
