@@ -169,7 +169,6 @@ class Journal:
 
 
 def say(text: str) -> None:
-    with contextlib.suppress(
-        RuntimeWarning
-    ):  # raised where warnings are errors, and this thread has nobody to raise to
+    """Warn; where warnings are errors, stay silent: nothing may raise into training, or out of the writer's thread."""
+    with contextlib.suppress(RuntimeWarning):
         warnings.warn(text, RuntimeWarning, stacklevel=3)
