@@ -246,7 +246,7 @@ def test_scalars_of_the_users(tmp_path):
         made.log(a=step, b=torch.tensor(float(step)), c=np.float32(0.5))
         made.log(a=step + 10)
         train(model, opt, scaler, 1)
-    with pytest.warns(RuntimeWarning, match="needs a number, not str") as caught:
+    with pytest.warns(RuntimeWarning, match="needs a number") as caught:
         made.log(bad="x")
         made.log(bad="y", many=torch.ones(2))
     assert len(caught) == 2

@@ -220,10 +220,10 @@ class Recorder:
     def lazily_scaled(self, scaled: torch.Tensor, call: int) -> None:
         """The user took one item of what `scale()` gave for an iterator."""
         value, scale = losses.read(scaled), self._state.scale()
-        if isinstance(value, float):
-            value /= host_value(scale) if isinstance(scale, torch.Tensor) else scale
+        if value is not None and isinstance(scale, torch.Tensor) and scale.device.type != "cpu":
+            value = torch.as_tensor(value).to(scale.device, non_blocking=True) / scale
         elif value is not None:
-            value = value / scale
+            value = value / (host_value(scale) if isinstance(scale, torch.Tensor) else scale)
         self._note_loss(value, scaled, call)
 
     def _note_loss(self, value: float | torch.Tensor | None, scaled: torch.Tensor, call: int) -> None:

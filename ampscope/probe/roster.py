@@ -64,7 +64,8 @@ class Roster:
 
     def label(self, optimizer: torch.optim.Optimizer) -> str:
         """Return the optimizer's name in the log, e.g. "Adam.0"."""
-        return self.plan(optimizer).label
+        known = self._plans.get(id(optimizer))
+        return known.label if known is not None and known.optimizer() is optimizer else self.plan(optimizer).label
 
     def holds(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the optimizer was seen before or holds a watched parameter."""
