@@ -43,7 +43,9 @@ class Run:
     """The records of one scaler."""
 
     def __init__(self, model):
-        models = model if isinstance(model, dict) else dict(enumerate(model)) if isinstance(model, list) else {"": model}
+        models = (
+            model if isinstance(model, dict) else dict(enumerate(model)) if isinstance(model, list) else {"": model}
+        )
         self.names = {}
         for prefix, module in models.items():
             for name, param in module.named_parameters():

@@ -89,7 +89,11 @@ def test_module_hooks_are_not_in_copies_and_pickles():
     before = pickle.dumps(model)
     listener = Listener()
     handles = hooks.Handles(
-        [hooks.forward_pre(model, listener.called), hooks.forward_post(model, listener.called), hooks.forward_post(model[0], listener.called)]
+        [
+            hooks.forward_pre(model, listener.called),
+            hooks.forward_post(model, listener.called),
+            hooks.forward_post(model[0], listener.called),
+        ]
     )
     made = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), copy.deepcopy(nn.ModuleList([model]))[0]]
     for other in made:

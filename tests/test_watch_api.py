@@ -98,7 +98,9 @@ def test_a_second_watch_of_one_scaler_is_refused(tmp_path):
     train(model, opt, scaler)
     ampscope.unwatch(scaler)
     assert only_run(tmp_path).steps.tolist() == [0, 1, 2]
-    ampscope.watch(scaler, model, log_dir=tmp_path, run="again", tensorboard=False)  # once unwatched it may be watched anew
+    ampscope.watch(
+        scaler, model, log_dir=tmp_path, run="again", tensorboard=False
+    )  # once unwatched it may be watched anew
     ampscope.unwatch(scaler)
 
 
@@ -164,7 +166,7 @@ def test_watch_returns_the_same_scaler_of_the_same_class(tmp_path):
     """`isinstance`, names and methods' signatures stay."""
     import inspect
 
-    model, opt, scaler = make()
+    model, _, scaler = make()
     same = ampscope.watch(scaler, model, log_dir=tmp_path, tensorboard=False)
     assert same is scaler
     assert isinstance(scaler, torch.amp.GradScaler)

@@ -32,7 +32,10 @@ def network():
 def data(steps, spike=()):
     """Return one batch a step, on the GPU already."""
     g = torch.Generator().manual_seed(0)
-    return [(torch.randn(32, 16, generator=g).cuda(), (torch.randn(32, 1, generator=g) * (1e6 if s in spike else 1)).cuda()) for s in range(steps)]
+    return [
+        (torch.randn(32, 16, generator=g).cuda(), (torch.randn(32, 1, generator=g) * (1e6 if s in spike else 1)).cuda())
+        for s in range(steps)
+    ]
 
 
 def loss_of(model, x, y):
@@ -139,7 +142,9 @@ def test_records_are_those_of_a_reference(tmp_path):
     """Norms, zeros and the loss of each step, computed here in float64."""
     model, batches = network(), data(5)
     opt = torch.optim.SGD(model.parameters(), lr=1e-2)
-    scaler = ampscope.watch(torch.amp.GradScaler("cuda", init_scale=2.0**10), model, log_dir=tmp_path, tensorboard=False)
+    scaler = ampscope.watch(
+        torch.amp.GradScaler("cuda", init_scale=2.0**10), model, log_dir=tmp_path, tensorboard=False
+    )
     norms, zeros, losses = [], [], []
     for x, y in batches:
         opt.zero_grad()

@@ -98,7 +98,12 @@ def outcome(use, watched, tmp_path):
     if watched:
         assert ampscope.handle(scaler).recorder.enabled
         ampscope.unwatch(scaler)
-    return (type(error), error.args), state[0], list(state[1]), (line.filename, line.lineno) if "torch" in line.filename else None
+    return (
+        (type(error), error.args),
+        state[0],
+        list(state[1]),
+        (line.filename, line.lineno) if "torch" in line.filename else None,
+    )
 
 
 @pytest.mark.parametrize("use", BAD, ids=lambda f: f.__name__)
@@ -223,7 +228,16 @@ class Faulty(Observer):
 
 @pytest.mark.parametrize(
     "where",
-    ["attached", "scaled", "before_unscale", "before_optimizer_step", "after_optimizer_step", "before_update", "after_update", "resolved"],
+    [
+        "attached",
+        "scaled",
+        "before_unscale",
+        "before_optimizer_step",
+        "after_optimizer_step",
+        "before_update",
+        "after_update",
+        "resolved",
+    ],
 )
 def test_a_faulty_observer_is_switched_off_alone(where, tmp_path, monkeypatch):
     """One warning; recording and training go on."""
@@ -243,7 +257,18 @@ def test_a_faulty_observer_is_switched_off_alone(where, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "method",
-    ["before_scale", "after_scale", "before_unscale", "after_unscale", "before_step", "after_step", "before_update", "after_update", "_finish", "log"],
+    [
+        "before_scale",
+        "after_scale",
+        "before_unscale",
+        "after_unscale",
+        "before_step",
+        "after_step",
+        "before_update",
+        "after_update",
+        "_finish",
+        "log",
+    ],
 )
 def test_a_fault_of_the_recorder_ends_recording_not_training(method, tmp_path, monkeypatch):
     """One warning, the same parameters, no hook left, what was recorded is on disk; the handle still takes calls."""

@@ -4,7 +4,6 @@ import gc
 
 import numpy as np
 import pytest
-import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampscope

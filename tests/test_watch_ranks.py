@@ -19,8 +19,20 @@ pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="to
 def launched(tmp_path_factory):
     """Launch once; return the log folder and the names of the first two runs."""
     folder = tmp_path_factory.mktemp("logs")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tests.ranks", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "tests.ranks",
+        str(folder),
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=180, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     lines = {line for line in done.stdout.splitlines() if line.startswith("FOLDER")}
     assert len(lines) == 1, done.stdout  # both ranks the same

@@ -10,7 +10,6 @@ from tests.loops import LOOPS, UNSEEN
 from tests.reference import Reference
 from tests.test_watch_loops import Watching
 
-
 OF_THEIR_OWN = ("gradient_penalty", "lazy_losses", "bare_steps_beside", *UNSEEN)
 """Loops whose losses or steps the slow reference does not see; test_watch_loss.py and tests below look at them."""
 
@@ -89,7 +88,10 @@ def test_micro_steps_are_counted(tmp_path):
 
 def test_names(tmp_path):
     """Tied weights once, wrappers' prefixes gone, unnamed parameters by place."""
-    names = {n: [x.name for x in record(n, tmp_path / n, 3).layers] for n in ("tied_weights", "data_parallel", "compiled_watched_before")}
+    names = {
+        n: [x.name for x in record(n, tmp_path / n, 3).layers]
+        for n in ("tied_weights", "data_parallel", "compiled_watched_before")
+    }
     assert names["tied_weights"] == ["emb.weight"]
     assert names["data_parallel"] == names["compiled_watched_before"] == ["0.weight", "0.bias", "2.weight", "2.bias"]
     assert record("parameter_of_no_model", tmp_path / "p", 3).layers[-1].name == "optimizer.0.4"

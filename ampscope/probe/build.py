@@ -62,7 +62,7 @@ class Builder:
         else:
             self._add(record, "backoff", f"loss scale {scale:g} → {after:g}", data)
 
-    def _add(self, record: StepRecord, kind: str, message: str, data: dict[str, object]) -> None:
+    def _add(self, record: StepRecord, kind: str, message: str, data: Mapping[str, object]) -> None:
         record.events.append(Event(record.step, kind, self._rank, message=message, data=data))  # type: ignore[arg-type]
 
 
@@ -80,7 +80,9 @@ def weight_norms(weights: Taken, n: int) -> np.ndarray[tuple[int], np.dtype[np.f
 class Amended:
     """The last record once more, with scalars the user logged after it and before the end: they belong to no further step."""
 
-    def __init__(self, amend: Callable[[dict[str, float]], StepRecord], custom: Mapping[str, float | torch.Tensor]) -> None:
+    def __init__(
+        self, amend: Callable[[dict[str, float]], StepRecord], custom: Mapping[str, float | torch.Tensor]
+    ) -> None:
         self._amend, self._custom = amend, custom
 
     def ready(self) -> bool:
@@ -89,4 +91,6 @@ class Amended:
 
     def resolve(self) -> StepRecord:
         """Return the record."""
-        return self._amend({k: host_value(v.cpu()) if isinstance(v, torch.Tensor) else v for k, v in self._custom.items()})
+        return self._amend(
+            {k: host_value(v.cpu()) if isinstance(v, torch.Tensor) else v for k, v in self._custom.items()}
+        )

@@ -14,7 +14,12 @@ from ampscope.probe import names
 
 
 def make_header(
-    scaler: Any, models: Mapping[str, torch.nn.Module], found: RunClaim, rank: int, world: int, settings: Mapping[str, Any]
+    scaler: Any,
+    models: Mapping[str, torch.nn.Module],
+    found: RunClaim,
+    rank: int,
+    world: int,
+    settings: Mapping[str, Any],
 ) -> Header:
     """Describe a run: layers, scaler, versions, device, how gradients are spread over ranks, settings of `watch`."""
     from ampscope import __version__
@@ -29,7 +34,9 @@ def make_header(
         scaler=describe_scaler(scaler),
         versions={"ampscope": __version__, "torch": torch.__version__, "python": platform.python_version()},
         device=device,
-        device_name=torch.cuda.get_device_name(torch.device(device)) if device.startswith("cuda") else platform.machine(),
+        device_name=torch.cuda.get_device_name(torch.device(device))
+        if device.startswith("cuda")
+        else platform.machine(),
         gradients=spread(models, world),
         settings={**settings, "tables": tables(models)},
     )

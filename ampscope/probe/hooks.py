@@ -63,15 +63,15 @@ def swap_class(obj: Any, methods: dict[str, Any]) -> SwappedClass:
     original = type(obj)
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
-        reduced = original.__reduce_ex__(self, protocol)
+        reduced = original.__reduce_ex__(self, protocol)  # type: ignore[call-arg]  # an unbound method
         if not isinstance(reduced, tuple):
             return reduced
         make, args, *rest = reduced
         args = tuple(original if a is swapped else a for a in args)
         # pickle refuses __newobj__ and __newobj_ex__ with a class other than the object's own.
         if make is copyreg.__newobj__:  # type: ignore[attr-defined]
-            plain = len(args) == 1 and original.__new__ is object.__new__
-            if plain:
+            bare: Any = object.__new__
+            if len(args) == 1 and original.__new__ is bare:
                 make, args = copyreg._reconstructor, (original, object, None)  # type: ignore[attr-defined]
             else:
                 make, args = functools.partial(original.__new__, *args), ()
@@ -88,7 +88,8 @@ def swap_class(obj: Any, methods: dict[str, Any]) -> SwappedClass:
         "__reduce_ex__": __reduce_ex__,
         **methods,
     }
-    swapped = type(original)(original.__name__, (original,), body)
+    metaclass: Any = type(original)
+    swapped: type = metaclass(original.__name__, (original,), body)
     obj.__class__ = swapped
     return SwappedClass(obj, swapped, original)
 
@@ -132,7 +133,8 @@ def post_accumulate(params: Iterable[torch.Tensor], callback: Callable[[torch.Te
     def hook(param: torch.Tensor) -> None:
         call(param)
 
-    return Handles(p.register_post_accumulate_grad_hook(hook) for p in params if p.requires_grad and p.is_leaf)
+    leaves = [p for p in params if p.requires_grad and p.is_leaf]
+    return Handles(p.register_post_accumulate_grad_hook(hook) for p in leaves)  # type: ignore[no-untyped-call]
 
 
 def _weakly(callback: Callable[..., None]) -> Callable[..., None]:
@@ -222,7 +224,7 @@ def forward_pre(module: nn.Module, callback: Callable[[nn.Module, tuple[Any, ...
     call = _weakly(callback)
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not torch.jit.is_tracing():
+        if not torch._C._get_tracing_state():
             call(module, args, kwargs)
 
     return _Hidden(module, module.register_forward_pre_hook(hook, with_kwargs=True))
@@ -236,7 +238,7 @@ def forward_post(module: nn.Module, callback: Callable[[nn.Module, tuple[Any, ..
     call = _weakly(callback)
 
     def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if not torch.jit.is_tracing():
+        if not torch._C._get_tracing_state():
             call(module, args, output)
 
     return _Hidden(module, module.register_forward_hook(hook, always_call=True))
@@ -272,7 +274,8 @@ class _Reduce:
 
     def __call__(self, protocol: Any) -> Any:
         module = self._module()
-        reduced = type(module).__reduce_ex__(module, protocol)  # type: ignore[arg-type]
+        cls: Any = type(module)
+        reduced = cls.__reduce_ex__(module, protocol)
         if not isinstance(reduced, tuple) or len(reduced) < 3 or not isinstance(reduced[2], dict):
             return reduced
         state = {k: self._without(v) if k.startswith("_forward") else v for k, v in reduced[2].items() if v is not self}

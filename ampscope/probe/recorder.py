@@ -11,10 +11,7 @@ and is joined, or not, at the next `update()` or step of the same optimizer.
 from __future__ import annotations
 
 import math
-import os
-import sys
 import time
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -23,6 +20,7 @@ import torch
 
 from ampscope.probe import losses
 from ampscope.probe.build import Amended, Builder
+from ampscope.probe.guard import Guarded
 from ampscope.probe.observer import Observer
 from ampscope.probe.roster import Roster
 from ampscope.probe.scaler_state import ScalerState
@@ -31,18 +29,7 @@ from ampscope.probe.window import PendingRecord, Window, host_value
 from ampscope.record.step import Event, Layer, Pending, Resolved, StepRecord
 
 
-def say(text: str) -> None:
-    """Warn the user, at the line of theirs that led here; where warnings are errors, print: a monitor must not end a job."""
-    level, frame = 1, sys._getframe()
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("ampscope."):
-        level, frame = level + 1, frame.f_back
-    try:
-        warnings.warn(text, RuntimeWarning, stacklevel=level)
-    except RuntimeWarning:
-        print(f"RuntimeWarning: {text}", file=sys.stderr)
-
-
-class Recorder:
+class Recorder(Guarded):
     """Gathers what happens between two `update()` calls of one scaler (or two steps of one optimizer) into a record.
 
     Observers may read every attribute without an underscore. `layers` and `parameters` are aligned; `optimizers` maps id to
@@ -64,21 +51,17 @@ class Recorder:
         submit_events: Callable[[list[Event]], None],
         set_layers: Callable[[list[Layer]], None],
     ) -> None:
-        self.scaler, self.models, self.rank = scaler, models, rank
+        super().__init__(observers, rank, submit_events)
+        self.scaler, self.models = scaler, models
         self.every, self.exponents_every = every, exponents_every
         self.step = first_step
-        self.observers = list(observers)
-        self.enabled = True
         self.in_scaler_step = False
         self.in_scaler_call = False
         self.roster = Roster(models)
         self.only = optimizer if scaler is None else None
-        self.on_fault: Callable[[], None] | None = None
-        self._submit, self._submit_events, self._set_layers = submit, submit_events, set_layers
+        self._submit, self._set_layers = submit, set_layers
         self._build = Builder(rank)
-        self._pid = os.getpid()
         self._clock = time.perf_counter()
-        self._began: float | None = None
         self._boundary: Window | None = None
         self._deferred = False
         self._last: StepRecord | None = None
@@ -140,63 +123,6 @@ class Recorder:
     def log(self, scalars: dict[str, float | torch.Tensor]) -> None:
         """Put the user's own scalars into the open record (the later of two values under one name wins)."""
         self.window.custom.update(scalars)
-
-    # The guard
-
-    def guarded(self, method: str, *args: Any) -> None:
-        """Run one of this recorder's steps; a fault in it disables ampscope with one warning and goes no further."""
-        if not self.enabled:
-            return
-        if os.getpid() != self._pid:  # a forked child: the log is its parent's
-            self.enabled = False
-            return
-        outermost = self._began is None
-        if outermost:
-            self._began = time.perf_counter()
-        try:
-            getattr(self, method)(*args)
-        except Exception as error:  # the one guarded boundary: a monitor must not end a job
-            self.disable(f"{type(error).__name__} in {method}: {error}")
-        finally:
-            if outermost and self._began is not None:
-                self.window.overhead += time.perf_counter() - self._began
-                self._began = None
-
-    def disable(self, why: str) -> None:
-        """Stop recording, say so once, and take everything out."""
-        if not self.enabled:
-            return
-        self.enabled = False
-        self._release()
-        self.shut()
-        if self.on_fault is not None:
-            self.on_fault()
-        text = f"ampscope stopped recording ({why}). Training goes on unwatched."
-        self._submit_events([Event(self.window.step, "note", self.rank, message=text, data={"topic": "stopped"})])
-        say(text)
-
-    def shut(self) -> None:
-        """Close the observers."""
-        self._each("closed")
-        self.observers.clear()
-
-    def _tell(self, observer: Observer, what: str, *args: Any) -> None:
-        try:
-            getattr(observer, what)(*args)
-        except Exception as error:  # a fault in one observer costs that observer, not the record
-            if observer in self.observers:
-                self.observers.remove(observer)
-            name = type(observer).__name__
-            text = f"ampscope switched {name} off ({type(error).__name__} in {what}: {error})"
-            event = Event(self.window.step, "note", self.rank, message=text, data={"topic": "switched_off", "part": name})
-            self.window.events.append(event)
-            say(f"{text}. Recording and training go on.")
-            if what != "closed":
-                self._tell(observer, "closed")
-
-    def _each(self, what: str, *args: Any) -> None:
-        for observer in tuple(self.observers):
-            self._tell(observer, what, *args)
 
     # Calls of the scaler, in the order a loop makes them
 

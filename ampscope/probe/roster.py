@@ -22,7 +22,9 @@ class Plan:
 
     __slots__ = ("groups", "index", "kind", "label", "optimizer", "params")
 
-    def __init__(self, optimizer: torch.optim.Optimizer, label: str, params: list[torch.Tensor], index: list[int]) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, label: str, params: list[torch.Tensor], index: list[int]
+    ) -> None:
         self.optimizer = weakref.ref(optimizer)
         self.kind = type(optimizer).__name__
         self.label = label
@@ -106,7 +108,12 @@ class Roster:
         """An optimizer made anew for the same parameters goes on under its old name."""
         first = next((id(p) for _, _, p in names.optimizer_parameters(optimizer)), 0)
         for key, plan in list(self._plans.items()):
-            if plan.optimizer() is None and plan.kind == type(optimizer).__name__ and plan.params and id(plan.params[0]) == first:
+            if (
+                plan.optimizer() is None
+                and plan.kind == type(optimizer).__name__
+                and plan.params
+                and id(plan.params[0]) == first
+            ):
                 del self._plans[key]
                 return plan.label
         self._made += 1

@@ -24,12 +24,13 @@ from ampscope.probe.activations import Activations
 from ampscope.probe.armed import ArmedTracer
 from ampscope.probe.culprit import Culprit
 from ampscope.probe.describe import make_header
+from ampscope.probe.guard import say
 from ampscope.probe.observer import Observer
-from ampscope.probe.recorder import Recorder, say
+from ampscope.probe.recorder import Recorder
+from ampscope.probe.state import State
 from ampscope.probe.stats import BACKENDS
 from ampscope.probe.swapped import methods
 from ampscope.probe.underflow import UnderflowProbe
-from ampscope.probe.state import State
 from ampscope.probe.usage import Usage
 from ampscope.record.step import Event, Layer, StepRecord
 
@@ -151,7 +152,12 @@ def watch(
     )  # fmt: skip
     rank, world = launch.rank_and_world()
     found = _claim(log_dir, run, rank, world, step)
-    settings = {"every": every, "exponents_every": exponents_every, "probe_every": probe_every, "activations": activations}
+    settings = {
+        "every": every,
+        "exponents_every": exponents_every,
+        "probe_every": probe_every,
+        "activations": activations,
+    }
     resolved = _Resolved()
     writer: LogWriter | NullWriter = NullWriter()
     observers: list[Observer] = []
@@ -235,7 +241,9 @@ class _Resolved:
             recorder.resolved(record)
 
 
-def _claim(log_dir: str | os.PathLike[str], run: str | None, rank: int, world: int, step: int | None) -> RunClaim | None:
+def _claim(
+    log_dir: str | os.PathLike[str], run: str | None, rank: int, world: int, step: int | None
+) -> RunClaim | None:
     """Return the run's folder, or None, with one warning, where it cannot be used."""
     key = launch.launch_key(world)
     try:
@@ -261,10 +269,16 @@ def _install(made: Watch) -> None:
     """Swap the scaler's class, listen to `optimizer.step()` calls that do not come through it, close at exit."""
     recorder = made.recorder
     if recorder.only is not None:  # the optimizer keeps its watch alive
-        before, after = functools.partial(_tell, made, "before_bare_step"), functools.partial(_tell, made, "after_bare_step")
+        before, after = (
+            functools.partial(_tell, made, "before_bare_step"),
+            functools.partial(_tell, made, "after_bare_step"),
+        )
         made._listening.add(hooks.optimizer_steps(before, after, recorder.only))
     weak = weakref.ref(made)
-    before, after = functools.partial(_tell_weakly, weak, "before_bare_step"), functools.partial(_tell_weakly, weak, "after_bare_step")
+    before, after = (
+        functools.partial(_tell_weakly, weak, "before_bare_step"),
+        functools.partial(_tell_weakly, weak, "after_bare_step"),
+    )
     made._listening.add(hooks.optimizer_steps(before, after))
     if made.scaler is not None:
         body = methods(made.scaler, recorder, made.close)

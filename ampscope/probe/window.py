@@ -71,7 +71,7 @@ class Fetch:
                 stacked, host = host, torch.empty(host.shape, dtype=host.dtype, pin_memory=True)
                 host.copy_(stacked, non_blocking=True)
                 event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                event.record(torch.cuda.current_stream(device))  # type: ignore[no-untyped-call]
+                event.record(torch.cuda.current_stream(device))
             self._copies.append(([n for n, _ in items], host, event))
         self._waiting.clear()
 
