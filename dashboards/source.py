@@ -120,7 +120,7 @@ class _Family:
     def __init__(self, family: str) -> None:
         names = FAMILIES[family]
         self.tables = {name: TablePyramid() for name in (*names, *(("flags",) if family == "flags" else ()))}
-        self.bands: dict[str, list[Array]] = {name: [] for name in names if name in BANDS}
+        self.bands = {name: Grown() for name in names if name in BANDS}
         self.rows = 0
 
 
@@ -138,7 +138,6 @@ class Source:
         self._clear()
 
     def _clear(self) -> None:
-        self._values: dict[tuple[int, str], Array] = {}
         self._lines: dict[tuple[int, str], LinePyramid] = {}
         self._families: dict[tuple[int, str], _Family] = {}
         self._scalars: dict[tuple[int, str], Grown] = {}
@@ -163,7 +162,6 @@ class Source:
             grown = len(steps) >= old and (old == 0 or steps[old - 1] == self._seen_step)
             if grown and self._seen_sessions == len(self.run.sessions) and self._seen_layers == len(self.run.layers):
                 self._note_shape()
-                self._values.clear()
                 self._cache.clear()
             else:  # a later session took over steps, or layers were added: every row may have changed
                 self._clear()
@@ -217,10 +215,7 @@ class Source:
         with self._lock:
             n = len(self._steps)
             if name in BANDS:
-                known = self._values.get((rank, name))
-                if known is None or len(known) != n:
-                    known = self._values[rank, name] = self._band(name, rank)
-                return known
+                return self._band(name, rank)
             grown = self._scalars.get((rank, name))
             if grown is None:
                 grown = self._scalars[rank, name] = Grown()
@@ -236,9 +231,10 @@ class Source:
         with self._lock:
             values, steps = self.values(name, rank), self._steps
             pyramid = self._lines.get((rank, name))
-            if pyramid is None or name in BANDS:  # bands change behind the front of the scan
+            if pyramid is None:
                 pyramid = self._lines[rank, name] = LinePyramid()
-            pyramid.extend(values, self._settled(len(values)))
+            final = self._families[rank, FAMILY[name]].rows if name in BANDS else self._settled(len(values))
+            pyramid.extend(values, final)
             part = window(steps, low, high)
             rows = pyramid.pick(values, part.start, part.stop, points)
             return steps[rows], values[rows]
@@ -280,9 +276,8 @@ class Source:
                 return True
             for name, pyramid in state.tables.items():
                 pyramid.extend(tables[name])
-            for name, parts in state.bands.items():
-                parts.append(self._over_elements(tables[name]))
-                self._values.pop((rank, name), None)
+            for name, band in state.bands.items():
+                band.put(start, self._over_elements(tables[name]), -1)
             state.rows = stop
             return stop < self._settled(len(self._steps)) // BLOCK * BLOCK
 
@@ -314,13 +309,14 @@ class Source:
         family = FAMILY[name]
         self.ensure(family, rank)
         state = self._families[rank, family]
-        n = len(self._steps)
-        out = np.full(n, np.nan)
-        done = np.concatenate([np.zeros(0), *state.bands[name]])
-        out[: len(done)] = done
-        if n - len(done) <= CHUNK and n > len(done):
-            out[len(done) :] = self._over_elements(self._read(family, rank, slice(len(done), n))[name])
-        return out
+        band, n = state.bands[name], len(self._steps)
+        stamp = self.revision
+        if band.n != n or band.revision != stamp:
+            rest = np.full(n - state.rows, np.nan)
+            if 0 < len(rest) <= CHUNK:
+                rest = self._over_elements(self._rows(family, name, rank, slice(state.rows, n)))
+            band.put(state.rows, rest, stamp)
+        return band.values
 
     def table(self, metric: str, rank: int, low: float | None, high: float | None, columns: int) -> Window:
         """Return a layer metric over the steps in [low, high] (None: no end), in at most `columns` columns."""

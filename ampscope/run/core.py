@@ -307,7 +307,7 @@ class RunCore:
     ) -> Iterator[tuple[Series, Array, Array, dict[str, Array]]]:
         """Yield, batch by batch, (series, positions among `wanted`, layer indices, columns [n, l])."""
         now, ordered = self.now, self.ordered
-        for i, (at, to) in by_series(now.rows[self.check_rank(rank)], wanted, len(now.steps)).items():
+        for i, (at, to) in by_series(now.rows[self.check_rank(rank)], wanted).items():
             for part, columns in ordered[i].parts(names, at):
                 yield ordered[i], to[part], now.maps[i], columns
 

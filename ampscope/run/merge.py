@@ -89,21 +89,21 @@ def events(series: Sequence[Series]) -> list[Event]:
     return sorted(out, key=lambda e: (e.step, e.rank))
 
 
-def by_series(rows: Rows, wanted: Array, total: int) -> Mapping[int, tuple[Array, Array]]:
+def by_series(rows: Rows, wanted: Array) -> Mapping[int, tuple[Array, Array]]:
     """Return {index of a series: (positions in it, ascending; positions among `wanted`)} for some of a run's rows.
 
     Args:
         rows: of one rank.
         wanted: int64, positions in the run's steps, ascending.
-        total: how many steps the run has.
     """
-    inside = np.full(total, -1, np.int64)
-    inside[wanted] = np.arange(len(wanted))
-    to = inside[rows.place]
-    out = {}
-    for i in np.unique(rows.series).tolist():
-        mine = np.flatnonzero((rows.series == i) & (to >= 0))
-        if len(mine):
-            mine = mine[np.argsort(rows.at[mine], kind="stable")]
-            out[i] = rows.at[mine], to[mine]
+    out: dict[int, tuple[Array, Array]] = {}
+    if not (len(rows.place) and len(wanted)):
+        return out
+    near = np.minimum(np.searchsorted(rows.place, wanted), len(rows.place) - 1)  # places ascend
+    to = np.flatnonzero(rows.place[near] == wanted)
+    series, at = rows.series[near[to]], rows.at[near[to]]
+    for i in np.unique(series).tolist():
+        mine = np.flatnonzero(series == i)
+        mine = mine[np.argsort(at[mine], kind="stable")]
+        out[i] = at[mine], to[mine]
     return out

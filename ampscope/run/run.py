@@ -170,7 +170,7 @@ class Run(RunCore):
             rows = self.histogram_rows(rank)
             if only is not None:
                 rows = np.intersect1d(rows, self.wanted(only), assume_unique=True)
-            for i, (at, to) in by_series(now.rows[self.check_rank(rank)], rows, len(now.steps)).items():
+            for i, (at, to) in by_series(now.rows[self.check_rank(rank)], rows).items():
                 local = np.flatnonzero(now.maps[i] == index)
                 if len(local):
                     had, counts = ordered[i].layer_histograms(which, at, int(local[0]))
@@ -217,7 +217,7 @@ class Run(RunCore):
             if self.joins(rank):
                 return np.asarray(np.sum([self.histograms(wanted, r, exact) for r in self.ranks], axis=0))
             out = np.zeros((len(wanted), len(now.layers), 256), np.int64)
-            for i, (at, to) in by_series(now.rows[self.check_rank(rank)], wanted, len(now.steps)).items():
+            for i, (at, to) in by_series(now.rows[self.check_rank(rank)], wanted).items():
                 found = ordered[i].histograms("exact" if exact else "exponents", at)
                 out[to[:, None], now.maps[i][None, :]] = found
             return out
