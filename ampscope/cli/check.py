@@ -56,7 +56,7 @@ def command(logdir: str, name: str | None, every: bool, as_json: bool, fail_on: 
 
 def status(run: Run, found: Sequence[Finding], fail_on: str, now: float) -> int:
     """Return the exit status for one run."""
-    if any(f.rank >= SEVERITIES.index(fail_on) for f in found):  # type: ignore[arg-type]  # click has checked the word
+    if any(f.rank >= SEVERITIES.index(fail_on) for f in found):
         return 1
     return NO_STEPS if not len(run.steps) and not alive(run, now) else 0
 

@@ -31,7 +31,7 @@ import torch
 from ampscope.probe import hooks
 from ampscope.probe.observer import Observer
 from ampscope.probe.recorder import Recorder
-from ampscope.record.step import MEASURED, Event, Layer, LayerStats, StepRecord
+from ampscope.record.step import MEASURED, Event, EventKind, Layer, LayerStats, StepRecord
 
 LEARN = 3
 """Steps after which the hooks are removed, if they saw anything."""
@@ -110,7 +110,7 @@ class Culprit(Observer):
         data["verdict"] = verdict = _verdict(loss_bad, data)
         phase = "forward" if verdict == "forward" else "backward" if bad else "none"
         names = tuple(layers[i].name for i in bad[:NAMED])
-        kind = "skip" if skipped else "nonfinite"
+        kind: EventKind = "skip" if skipped else "nonfinite"
         record.events.append(
             Event(record.step, kind, phase=phase, layers=names, message=_sentence(skipped, names, data), data=data)
         )

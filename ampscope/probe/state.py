@@ -60,7 +60,12 @@ class State(Observer):
         scaler = recorder.scaler
         enabled = scaler is not None and bool(scaler.is_enabled())
         if half:
-            self._say("half_parameters", f"{len(half)} trainable parameters are float16: {', '.join(half[:3])}", half, enabled=enabled)
+            self._say(
+                "half_parameters",
+                f"{len(half)} trainable parameters are float16: {', '.join(half[:3])}",
+                half,
+                enabled=enabled,
+            )
         if enabled:
             self._fresh = scaler._scale is None and scaler._init_growth_tracker == 0
             self._init_scale = float(scaler._init_scale)
@@ -123,7 +128,10 @@ class State(Observer):
 
 def has_tensor_cores(name: str, major: int) -> bool:
     """Whether an NVIDIA GPU has FP16 tensor cores: from compute capability 7.0 on, but for the GeForce 16 series (and MX, T500 kin)."""
-    return major > 7 or (major == 7 and not any(kin in name for kin in ("GTX 16", "MX450", "MX550", "T400", "T500", "T600", "T1000", "T1200")))
+    return major > 7 or (
+        major == 7
+        and not any(kin in name for kin in ("GTX 16", "MX450", "MX550", "T400", "T500", "T600", "T1000", "T1200"))
+    )
 
 
 def _steps_behind(optimizer: torch.optim.Optimizer) -> float:

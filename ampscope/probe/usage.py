@@ -24,6 +24,7 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import torch
 
 from ampscope.probe import hooks, losses
@@ -77,7 +78,9 @@ class Usage(Observer):
         if count <= SAID and self._recorder is not None:
             step, where = self._recorder.window.step, caller()
             told = {"topic": "usage", "what": what, **data}
-            self._recorder.add_event(Event(step, "note", phase="usage", layers=layers, where=where, message=message, data=told))
+            self._recorder.add_event(
+                Event(step, "note", phase="usage", layers=layers, where=where, message=message, data=told)
+            )
 
     def attached(self, recorder: Recorder) -> None:
         """Install the hooks of the first steps."""
@@ -238,7 +241,7 @@ class Usage(Observer):
             self._versions.clear()
         self._first, self._accumulating, self._graph_made, self._asked_scale = True, False, False, False
         for what in (self._stale, self._unscaled, self._held, self._carried, self._outside, self._scaled_tasks):
-            what.clear()  # type: ignore[attr-defined]
+            what.clear()
 
     def failed(self, recorder: Recorder, call: str, error: BaseException) -> None:
         """GradScaler raised: write down what the loop had done until then."""
@@ -296,7 +299,9 @@ def _holds(optimizer: torch.optim.Optimizer) -> bool:
 
 def _zero(grad: torch.Tensor) -> bool:
     """Whether a gradient is known to be all zero (dense host tensors only)."""
-    return grad.device.type == "cpu" and grad.layout is torch.strided and not bool(grad.detach().count_nonzero().numpy())
+    return (
+        grad.device.type == "cpu" and grad.layout is torch.strided and not bool(grad.detach().count_nonzero().numpy())
+    )
 
 
 def _in_a_scaler() -> bool:
@@ -318,16 +323,38 @@ def _divides(tensor: torch.Tensor, scale: torch.Tensor) -> bool:
     for name, other in _factors(tensor):
         if other.device.type != "cpu" or value is None:
             return True
-        number = float(other.numpy().sum()) if other.dtype is not torch.bfloat16 else float("nan")
+        number = _number(other)
         wanted = value if name.startswith("Div") else 1.0 / value if value else 0.0
         if wanted and abs(number / wanted - 1.0) < 1e-3:
             return True
     return False
 
 
+_NUMPY: dict[torch.dtype, Any] = {
+    torch.float64: np.float64,
+    torch.float32: np.float32,
+    torch.float16: np.float16,
+    torch.int64: np.int64,
+}
+
+
+def _number(tensor: torch.Tensor) -> float:
+    """Return a one-element host tensor's value; NaN for an unusual dtype.
+
+    Read from its storage: an operation on a factor that was a Python number fails below a dispatch mode.
+    """
+    dtype = _NUMPY.get(tensor.dtype)
+    storage = tensor.untyped_storage()
+    if dtype is None or storage.nbytes() > WALK:
+        return float("nan")
+    raw = bytes(storage.tolist())  # type: ignore[no-untyped-call]  # torch annotates it not
+    return float(np.frombuffer(raw, dtype)[tensor.storage_offset()])
+
+
 def _factors(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (node name, factor) of the multiplications and divisions by a scalar in a tensor's graph."""
-    todo, seen = [tensor.grad_fn], set()
+    todo: list[Any] = [tensor.grad_fn]
+    seen: set[Any] = set()
     while todo and len(seen) < WALK:
         node = todo.pop()
         if node is None or node in seen:

@@ -2,183 +2,278 @@
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 
-from ampscope.analysis.rules.context import Facts, finding, listing, modules, power, span
 from ampscope.analysis.finding import Finding
+from ampscope.analysis.rules import births
+from ampscope.analysis.rules.births import blamed, innocence, numbers, place
+from ampscope.analysis.rules.context import Array, Facts, count, finding, listing, modules, power, span
 
-FP32_NORMAL = 2.0**-126
-"""Below it 1/scale nears FP32's end; at 2^-128 it is inf and finite gradients become NaN, unseen by the check (GradScaler source)."""
+FP32_NORMAL, INVERSE_IS_INF = 2.0**-126, 2.0**-128
+"""Below the first, 1/scale nears FP32's end; from the second on it is inf, and finite gradients become inf or NaN after the check."""
 RUNAWAY_GROWTHS = 8
-"""Growths in a row over zero gradients from which it is no accident."""
+"""Growths over zero gradients from which it is no accident: 256-fold without one sign of a gradient."""
 RUNAWAY_SCALE = 2.0**24
 """A scale that no ordinary gradient allows: 2^24 times FP16's smallest subnormal is 1."""
-STUCK_SKIPS = 5
-"""Skips in a row, at one scale, from which a floor is meant rather than chance."""
-WARMUP_SKIPS = 16
-"""Skips at the start that halving from 2^16 to 1 can explain."""
+STUCK_SKIPS, SAME = 5, 0.99
+"""Skips in a row at one scale from which a floor is meant; each skip of a plain GradScaler halves it, so that two would do."""
+LARGE_SKIPS = 3
+"""Skips with a finite loss on the way to a scale below 1: fewer could come from a scale that was set there by hand."""
+STARVED_SHARE, OTHERS_SHARE, STARVED_SKIPS = 0.2, 0.2, 4
+"""One optimizer to blame: it skips at least this share of the steps and this often, the others at most this share of that."""
 
 
 def below_normal(f: Facts) -> Finding | None:
     """The scale fell so far that its inverse damages the weights."""
-    low = (f.scale < FP32_NORMAL) & (f.scale >= 0) & (f.skipped | (f.scale <= 2.0**-127))
+    low = (f.scale < FP32_NORMAL) & (f.scale >= 0)
     if not f.enabled or not low.any():
         return None
-    steps = [int(s) for s in f.steps[low]]
-    applied = [int(s) for s in f.steps[(f.scale <= 2.0**-128) & ~f.skipped]]
-    lost = f" Step {listing(applied)} was applied with 1/scale = inf: finite gradients became inf or NaN after the check and went into the weights." if applied else ""
-    norms = f.metric("weight_norm")
-    dead = np.isinf(norms).any() or (applied and not np.isfinite(f.loss[-1]))
-    tail = " The weights are not finite any more." if dead and applied else ""
+    least = float(f.scale[low].min())
+    applied = f.at((f.scale <= INVERSE_IS_INF) & ~f.skipped)
+    lost = (
+        f"""At step {listing(applied)} the step was applied although 1/scale is inf in FP32: finite gradients pass the check, become inf
+        or NaN when they are multiplied by it, and go into the weights."""
+        if applied
+        else "At 2^-128 the inverse is inf, and the next good step would destroy the weights."
+    )
     return finding(
-        "scale-below-fp32-normal-weights-lost", "error", f"The loss scale fell to {power(float(f.scale[low].min()))} and destroys the weights", "optimizer",
-        (), "unscale_", "", span(steps),
-        f"{int(f.skipped.sum())} of {f.n} steps were skipped and each halved the scale, down to {power(float(f.scale[low].min()))}; FP32's smallest normal number is 2^-126.{lost}{tail}",
-        "Stop training after a number of skips in a row; find what makes every step non-finite (see the other findings); restart from a checkpoint with a fresh GradScaler.",
-    )  # fmt: skip
+        "scale-below-fp32-normal-weights-lost",
+        "error",
+        f"The loss scale fell to {power(least)}, where it destroys the weights",
+        "optimizer",
+        op="unscale_",
+        steps=span(f.at(low)),
+        evidence=f"""{count(int(f.skipped.sum()), "step")} of {f.n} were skipped and each halved the scale, down to {power(least)}; FP32's
+            smallest normal number is 2^-126. {lost}""",
+        numbers={"least_scale": least, "skipped_steps": int(f.skipped.sum()), "steps_applied": len(applied)},
+        remedy="""Stop training after a number of skips in a row, and find what makes every step non-finite; then restart from a
+            checkpoint with a new GradScaler. A scale below 1 is the time to look, not 2^-126.""",
+    )
 
 
 def runaway(f: Facts) -> Finding | None:
-    """The scale grows without limit over zero gradients."""
-    if not f.enabled or f.n < RUNAWAY_GROWTHS:
+    """Gradients are zero, nothing overflows, the scale grows without limit."""
+    zero = (f.scalar("grad_norm") == 0) & ~f.skipped
+    if not f.enabled or not zero.any():
         return None
-    norm = f.run.scalar("grad_norm")
-    zero = (norm == 0) & ~f.skipped
-    if not zero.any():
-        return None
-    grown = zero & (f.scale > RUNAWAY_SCALE)
     rises = int((np.diff(f.scale)[zero[:-1]] > 0).sum())
-    if not grown.any() or rises < RUNAWAY_GROWTHS:
+    top = float(f.scale[zero].max())
+    if top <= RUNAWAY_SCALE or rises < RUNAWAY_GROWTHS:
         return None
-    steps = [int(s) for s in f.steps[zero]]
+    steps = f.at(zero)
     after = [s for s in f.skipped_steps if s > steps[0]]
-    tail = f" When gradients came back, {len(after)} steps were skipped." if after else ""
+    tail = f"When gradients came back, {count(len(after), 'step')} had to be skipped." if after else ""
+    loss = f.loss[zero]
     return finding(
-        "scale-runaway-zero-grads", "warning", "Every gradient is zero and the loss scale grows without limit", "none", (), "-", "", span(steps),
-        f"At {len(steps)} steps every gradient was exactly zero, nothing could overflow, and the scale grew {rises} times, to {power(float(f.scale[zero].max()))}. The loss was {np.nanmedian(f.loss[zero]):.3g} there; gradients that are zero at such a scale are zero in FP32 too.{tail}",
-        "Find out why the loss has no gradient (an empty mask, a detached tensor, a constant target); skip such batches, and cap the scale with update(min(scale, 2.0**24)).",
-    )  # fmt: skip
+        "scale-runaway-zero-grads",
+        "warning",
+        "Every gradient is zero, and the loss scale grows without limit",
+        "none",
+        op="-",
+        steps=span(steps),
+        evidence=f"""At {count(len(steps), "step")} every gradient was exactly zero, so that nothing could overflow, and the scale grew
+            {rises} times, to {power(top)}. The loss was {float(np.nanmedian(loss)):.3g} there. What is zero at such a scale is zero in
+            FP32 too: this is a dead loss, no underflow. {tail}""",
+        numbers={
+            "zero_gradient_steps": len(steps),
+            "growths": rises,
+            "largest_scale": top,
+            "skipped_after": len(after),
+        },
+        remedy="""Find out why the loss has no gradient (an empty mask, a detached tensor, a constant target) and skip such batches;
+            cap the scale: if scaler.get_scale() > 2.0**24: scaler.update(2.0**24).""",
+    )
 
 
 def constant_scale(f: Facts) -> Finding | None:
-    """Every step is skipped at a pinned scale."""
+    """Every step is skipped, the scale pinned by a floor or by hand."""
     if not f.enabled or not f.unfinished_skips:
         return None
-    run = 0
-    while run < f.n and f.skipped[f.n - 1 - run]:
-        run += 1
-    if run < STUCK_SKIPS:
+    block = f.blocks[-1]
+    last = float(f.scale[-1])
+    held = 0
+    while (
+        held < len(block)
+        and f.scale[block.last - held] >= SAME * last > 0
+        and f.scale[block.last - held] <= last / SAME
+    ):
+        held += 1
+    if held < STUCK_SKIPS:
         return None
-    tail = f.scale[f.n - run :]
-    if len(np.unique(tail)) > 2 or float(tail[-1]) < 0.6 * float(tail[0]):
-        return None
-    steps = [int(s) for s in f.steps[f.n - run :]]
-    root = next((e for e in f.roots if e.step >= steps[0] - 1), f.roots[0] if f.roots else None)
-    from ampscope.analysis.rules.trace import blamed, innocence, place
-
-    cause = f" {root.op} in {place(root)} makes the value ({root.where}).{innocence(root)}" if root else ""
+    steps = f.at(np.isin(np.arange(f.n), block.positions))
+    roots = [e for e in f.roots if e.step >= steps[0]] or f.roots
+    e = roots[0] if roots else None
+    culprit = f.culprits.get(steps[0])
+    cause = f"The cause: {e.op} in {place(e)} ({e.where}). {innocence(e)}" if e else ""
     return finding(
-        "all-steps-skipped-constant-scale", "error", f"No step has been applied since step {steps[0]}, while the scale stays at {power(float(tail[-1]))}",
-        root.phase if root else ("forward" if f.loss_bad[-1] else "backward"), blamed([root]) if root else modules(f.culprits[steps[0]].layers)[:4] if steps[0] in f.culprits else (),
-        root.op if root else "", root.where if root else "", span(steps),
-        f"The last {run} steps were all skipped although the scale was held at {power(float(tail[-1]))}, by a floor or by update(new_scale): the curve looks healthy, the model stands still.{cause}",
-        "Fix the cause: a lower scale does not cure it, a floor only hides it. Raise an alarm on consecutive skips, not on the scale's value.",
-    )  # fmt: skip
+        "all-steps-skipped-constant-scale",
+        "error",
+        f"No step has been applied since step {steps[0]}, while the scale stays at {power(last)}",
+        e.phase if e else culprit.phase if culprit else "none",
+        layers=blamed(roots) if e else modules(culprit.layers) if culprit else (),
+        op=e.op if e else "",
+        where=e.where if e else "",
+        steps=span(steps),
+        evidence=f"""The last {len(steps)} steps were all skipped, {held} of them at the same scale of {power(last)}: a floor, or
+            update(new_scale), holds it up, so that its curve looks healthy while the model stands still. {cause}""",
+        numbers={
+            "skipped_in_a_row": len(steps),
+            "at_this_scale": held,
+            "loss_scale": last,
+            **(numbers(roots) if e else {}),
+        },
+        remedy="""Fix the cause: a lower scale does not cure it and a floor only hides it. Raise an alarm on skips in a row, not on the
+            scale's value.""",
+    )
 
 
 def too_large(f: Facts) -> Finding | None:
-    """Overflow goes on until the scale is under 1."""
-    if not f.enabled:
-        return None
-    finite_loss = f.skipped & ~f.loss_bad
+    """Overflow persists until the scale is under 1: the loss itself is too large."""
     below = f.scale < 1.0
-    if not below.any() or finite_loss.sum() < 3 or f.inputs:
+    finite = f.skipped & ~f.loss_bad
+    if not f.enabled or not below.any() or f.inputs or finite.sum() < LARGE_SKIPS:
         return None
-    if (f.skipped & f.loss_bad).sum() > finite_loss.sum():
+    if (f.skipped & f.loss_bad).sum() > finite.sum() or not finite[: int(np.flatnonzero(below)[0]) + 1].any():
         return None
-    start = float(f.scale[0])
-    if start < 1.0 and not finite_loss[below].any():
-        return None
-    skips = [int(s) for s in f.steps[finite_loss]]
     roots = [e for e in f.roots if e.phase == "backward"]
-    from ampscope.analysis.rules.trace import classify
-
-    if any(classify(e) in ("backward-nan-finite-forward", "backward-overflow-custom-function", "backward-overflow-norm-eps") for e in roots):
-        return None
-    fronts = [c.layers[0] for s, c in f.culprits.items() if s in skips and c.layers]
-    finite = f.loss[np.isfinite(f.loss)]
+    if any(births.classify(e, births.scale_at(f, e.step)) for e in roots):
+        return None  # a derivative is infinite: no size of the loss cures that
+    skips = f.at(finite)
+    fronts = [str(f.culprits[s].data["front"]) for s in skips if s in f.culprits and f.culprits[s].data.get("front")]
     e = roots[0] if roots else None
-    state = "training goes on at a scale under 1" if f.settled else "the run ends while still skipping"
+    losses = f.loss[np.isfinite(f.loss)]
+    typical, least = float(np.median(losses)) if len(losses) else float("nan"), float(f.scale.min())
+    state = "the run ends while it still skips" if f.unfinished_skips else "from then on training runs"
     return finding(
-        "loss-too-large-scale-below-one", "error", f"The loss is too large: only a scale below 1 fits ({power(float(f.scale.min()))})", "backward",
-        modules(fronts)[:6], e.op if e else "", e.where if e else "", span(skips),
-        f"{len(skips)} steps with a finite loss (about {np.median(finite) if len(finite) else float('nan'):.3g}) were skipped, from scale {power(start)} down to {power(float(f.scale.min()))}; {state}. "
-        f"The first layer that overflows in backward order is {fronts[0] if fronts else 'unknown'}: it is only where the loss's own gradient arrives.",
-        "Make the loss smaller: reduction='mean' instead of 'sum', divide by the number of tokens or by the loss weight. Then the usual scale fits; lowering the learning rate changes nothing.",
-    )  # fmt: skip
+        "loss-too-large-scale-below-one",
+        "error",
+        f"The loss is too large: only a loss scale below 1 fits ({power(least)})",
+        "backward",
+        layers=modules(fronts),
+        op=e.op if e else "",
+        where=e.where if e else "",
+        steps=span(skips),
+        evidence=f"""{count(len(skips), "step")} with a finite loss (about {typical:.3g}) were skipped, from scale {power(f.scale[0])} down to
+            {power(least)}; {state}. The first layer that overflows in backward order is {fronts[0] if fronts else "not known"}: no fault of
+            its own, that is where the loss's gradient arrives.""",
+        numbers={"skipped_steps": len(skips), "loss": typical, "first_scale": float(f.scale[0]), "least_scale": least},
+        remedy="""Make the loss smaller: reduction="mean" instead of "sum", or divide it by the number of tokens or by its weight. The usual
+            scale then fits. A lower learning rate changes nothing here.""",
+    )
 
 
 def warmup(f: Facts) -> Finding | None:
-    """The first steps calibrate the scale."""
-    if not f.enabled or not f.leading or not f.settled or f.leading > WARMUP_SKIPS:
+    """The first steps are skipped while the scale finds its level, then training runs."""
+    blocks = [b for b in f.blocks if b.at_start and b.loss_finite]
+    if not f.enabled or not blocks or f.unfinished_skips:
         return None
-    later = [s for s in f.skipped_steps if s > int(f.steps[f.leading - 1])]
-    if f.loss_bad[: f.leading].any():
+    first = blocks[0]
+    good = f.n - int(f.skipped.sum())
+    if good < 1:
         return None
-    at = float(f.scale[f.leading]) if f.leading < f.n else float(f.scale[-1])
-    more = f" Later, {len(later)} more of {f.n} steps were skipped." if later else ""
+    calibrated = sum(len(b) for b in blocks)
+    later = int(f.skipped.sum()) - calibrated
+    probes = sum(len(b) for b in f.blocks if b.after_growth and not b.at_start)
+    more = (
+        f"Later {count(later, 'step')} were skipped, {probes} of them right after the scale was doubled."
+        if later
+        else ""
+    )
+    begin, end = int(f.steps[first.first]), int(f.steps[first.last])
+    which = f"Step {begin}" if begin == end else f"Steps {begin} to {end}"
     return finding(
-        "warmup-calibration", "info", f"The loss scale found its level after {f.leading} skipped steps", "backward", (), "", "", span(f.steps[: f.leading].tolist()),
-        f"Steps {int(f.steps[0])} to {int(f.steps[f.leading - 1])} overflowed at {power(float(f.scale[0]))} and above {power(at)}, with a finite loss; from step {int(f.steps[f.leading]) if f.leading < f.n else '?'} on training runs.{more}",
-        "Nothing: this is how GradScaler calibrates. GradScaler(init_scale=...) at the settled value saves these steps.",
-    )  # fmt: skip
+        "warmup-calibration",
+        "info",
+        f"The loss scale found its level after {count(calibrated, 'skipped step')}",
+        "backward",
+        steps=span(f.at(np.isin(np.arange(f.n), [i for b in blocks for i in b.positions]))),
+        evidence=f"""{which} overflowed at a scale of {power(f.scale[first.first])} and below, with a finite loss; from step
+            {int(f.steps[first.last + 1])} on, at {power(f.scale[first.last + 1])}, training runs. {more}""",
+        numbers={
+            "skipped_steps": calibrated,
+            "first_scale": float(f.scale[first.first]),
+            "settled_scale": float(f.scale[first.last + 1]),
+        },
+        remedy=f"""Nothing: GradScaler finds its scale that way.
+            GradScaler(init_scale={float(f.scale[first.last + 1]):g}) would save these steps.""",
+    )
 
 
 def ranks(f: Facts) -> Finding | None:
-    """Ranks disagree."""
+    """Ranks disagree on the loss scale or on skipping."""
     found = f.run.ranks
     if len(found) < 2:
         return None
-    scales = np.stack([f.run.scalar("loss_scale", rank=r) for r in found])
-    skips = np.stack([f.run.scalar("skipped", rank=r) for r in found])
-    both = np.isfinite(scales).all(0)
+    scales = np.stack([f.scalar("loss_scale", rank=r) for r in found])
+    skips = np.stack([f.scalar("skipped", rank=r) for r in found])
+    both = np.isfinite(scales).all(0) & np.isfinite(skips).all(0)
     differ = both & ((scales != scales[0]).any(0) | (skips != skips[0]).any(0))
     if not differ.any():
         return None
-    steps = [int(s) for s in f.steps[differ]]
+    steps = f.at(differ)
     at = int(np.flatnonzero(differ)[0])
-    text = ", ".join(f"rank {r}: scale {power(float(scales[i, at]))}, {'skipped' if skips[i, at] > 0 else 'stepped'}" for i, r in enumerate(found[:4]))
+    each = ", ".join(
+        f"rank {r}: {power(scales[i, at])}, {'skipped' if skips[i, at] > 0 else 'stepped'}"
+        for i, r in enumerate(found[:4])
+    )
     return finding(
-        "scales-differ-across-ranks", "error", "Ranks disagree on the loss scale or on skipping", "usage", (), "update", "", span(steps),
-        f"At {len(steps)} of {f.n} steps ranks differ; first at step {steps[0]}: {text}. Their parameters drift apart from then on.",
-        "Let found_inf be reduced over ranks: average gradients (DDP) before unscale_, use ShardedGradScaler with FSDP, and load the same scaler state on every rank.",
-    )  # fmt: skip
+        "scales-differ-across-ranks",
+        "error",
+        "Ranks disagree on the loss scale or on skipping",
+        "usage",
+        op="update",
+        steps=span(steps),
+        evidence=f"""Ranks differ at {len(steps)} of {f.n} steps, first at step {steps[0]} ({each}). Parameters that were equal drift apart
+            from then on.""",
+        numbers={
+            "steps": len(steps),
+            "ranks": len(found),
+            "loss_scales": scales[:8, at].tolist(),
+            "skipped": skips[:8, at].tolist(),
+        },
+        remedy="""Average gradients over ranks (DDP) before unscale_, so that all see the same inf; use ShardedGradScaler with FSDP; load
+            the same scaler state on every rank.""",
+    )
 
 
 def one_optimizer(f: Facts) -> Finding | None:
-    """One optimizer keeps the shared scale down for the others."""
-    flags = f.observed_like("skipped/")
-    if len(flags) < 2 or not f.skipped.any():
+    """With one scaler for several optimizers, one keeps the scale down for the others."""
+    flags = {name: values > 0 for name, values in f.observed_like("skipped/").items()}
+    if len(flags) < 2 or not f.skipped.any() or f.inputs:
         return None
-    counts = {name: int((v > 0).sum()) for name, v in flags.items()}
-    worst = max(counts, key=lambda k: counts[k])
-    total = int(f.skipped.sum())
-    others = sum(v for k, v in counts.items() if k != worst)
-    if counts[worst] < 3 or others > 0.2 * counts[worst] or counts[worst] < 0.8 * total or counts[worst] < 0.2 * f.n:
+    tally = {name: int(v.sum()) for name, v in flags.items()}
+    worst = max(tally, key=lambda k: tally[k])
+    others = sum(tally.values()) - tally[worst]
+    if tally[worst] < max(STARVED_SKIPS, STARVED_SHARE * f.n) or others > OTHERS_SHARE * tally[worst]:
         return None
-    layers = [layer.name for layer in f.run.layers if layer.optimizer == worst]
-    from ampscope.analysis.rules.trace import blamed, place
-
+    if f.calibration[flags[worst]].all():
+        return None
+    rest = [i for i, layer in enumerate(f.layers) if layer.optimizer not in ("", worst)]
     e = f.roots[0] if f.roots else None
-    cause = f" The value is made by {e.op} in {place(e)} ({e.where})." if e else ""
-    zero = f.metric("zero_ratio")
-    rest = [i for i, layer in enumerate(f.run.layers) if layer.optimizer not in ("", worst)]
-    with np.errstate(all="ignore"):
-        starved = float(np.nanmedian(zero[-max(len(zero) // 4, 1) :, rest])) if rest else float("nan")
-    names = ", ".join(k for k in counts if k != worst)
+    cause = f"The value is made by {e.op} in {place(e)} ({e.where})." if e else ""
+    names = ", ".join(k for k in tally if k != worst)
     return finding(
-        "one-optimizer-overflows-shared-scale", "error", f"{worst} overflows and pulls the shared loss scale down for {names}", e.phase if e else ("forward" if f.loss_bad.any() else "backward"),
-        tuple(dict.fromkeys([*(blamed([e]) if e else ()), *modules(layers)]))[:8], e.op if e else "", e.where if e else "", span(f.skipped_steps),
-        f"{worst} found inf or NaN in {counts[worst]} of {f.n} steps, {names} in {others}. Each time the shared scale was halved, to {power(float(f.scale[-1]))}; at the end {starved:.0%} of the other optimizers' gradient elements were zero.{cause}",
-        f"Fix the overflow in {worst}'s part (FP32 there), and give each optimizer a GradScaler of its own.",
-    )  # fmt: skip
+        "one-optimizer-overflows-shared-scale",
+        "error",
+        f"{worst} overflows and pulls the shared loss scale down for {names}",
+        e.phase if e else "forward" if f.loss_bad[f.skipped].mean() > 0.5 else "backward",
+        layers=tuple(dict.fromkeys([*(blamed(f.roots) if e else ()), *modules(f.owned(worst))])),
+        op=e.op if e else "",
+        where=e.where if e else "",
+        steps=span(f.at(flags[worst])),
+        evidence=f"""{worst} found inf or NaN in {tally[worst]} of {f.n} steps, {names} in {others}. Each time the scale they share was
+            halved, from {power(f.scale[0])} to {power(f.scale[-1])}; {_zeros(f, rest)} {cause}""",
+        numbers={"skips": tally, "first_scale": float(f.scale[0]), "last_scale": float(f.scale[-1])},
+        remedy=f"Fix the overflow in {worst}'s part (FP32 there), and give each optimizer a GradScaler of its own.",
+    )
+
+
+def _zeros(f: Facts, layers: list[int]) -> str:
+    """Say how many gradient elements of these layers were zero in the last quarter."""
+    values: Array = f.metric("zero_ratio")[-max(len(f.rows) // 4, 1) :, layers] if layers else np.zeros(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # nothing was measured
+        share = float(np.nanmedian(values)) if values.size else float("nan")
+    return f"at the end {share:.0%} of the other gradients' elements were zero." if share == share else ""

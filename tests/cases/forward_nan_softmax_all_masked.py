@@ -1,0 +1,57 @@
+"""A padded sample masks a whole softmax row: NaN, in FP32 too."""
+
+import torch
+from torch import nn
+
+from tests.cases.common import train
+
+TRUTH = {"rule": "forward-nan-softmax-all-masked", "phase": "forward"}
+VARIANTS = [
+    {},
+    {"always": True, "seed": 1},
+    {"layers": 2, "bad": 1, "optimizer": "adam"},
+    {"form": "add", "accumulate": 2},
+]
+
+
+def truth(layers=1, bad=0, **_):
+    """Return the attention module."""
+    return {**TRUTH, "where": [f"layers.{bad}"]}
+
+
+class Attention(nn.Module):
+    """One head with a padding mask of choice."""
+
+    def __init__(self, d, masked, form):
+        super().__init__()
+        self.qkv, self.masked, self.form = nn.Linear(d, 3 * d), masked, form
+
+    def forward(self, x, padding):
+        """Attend to what is not padding."""
+        q, k, v = self.qkv(x).chunk(3, -1)
+        logits = q @ k.transpose(-2, -1) / 4.0
+        mask = (padding if self.masked else torch.zeros_like(padding))[:, None, :]
+        if self.form == "add":
+            logits = logits + torch.zeros(mask.shape, dtype=logits.dtype).masked_fill(mask, float("-inf"))
+        else:
+            logits = logits.masked_fill(mask, float("-inf"))
+        return x + logits.softmax(-1) @ v
+
+
+def main(watch, seed=0, d=16, layers=1, bad=0, form="fill", always=False, **loop):
+    """Train on padded batches; in some of them one sample is padding only."""
+    torch.manual_seed(seed)
+    blocks = nn.ModuleList([Attention(d, i == bad, form) for i in range(layers)])
+    model = nn.ModuleDict({"layers": blocks, "out": nn.Linear(d, 1)})
+
+    def loss_of(step, micro):
+        x, y = torch.randn(4, 6, d), torch.randn(4, 6, 1)
+        padding = torch.zeros(4, 6, dtype=torch.bool)
+        padding[1, 4:] = True
+        if always or step in (3, 5, 6):
+            padding[2] = True
+        for layer in blocks:
+            x = layer(x, padding)
+        return nn.functional.mse_loss(model["out"](x), y)
+
+    train(watch, model, loss_of, steps=9, init_scale=256.0, **loop)
