@@ -10,7 +10,7 @@ VARIANTS = [
     {},
     {"blocks": 10, "slope": 14.0, "seed": 1},
     {"width": 48, "optimizer": "adam", "lr": 0.0},
-    {"blocks": 12, "slope": 10.0, "accumulate": 2},
+    {"blocks": 10, "slope": 16.0, "accumulate": 2},
     {"form": "linear", "blocks": 9},
 ]
 

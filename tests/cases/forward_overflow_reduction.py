@@ -8,10 +8,9 @@ from tests.cases.common import train
 TRUTH = {"rule": "forward-overflow-reduction", "phase": "forward"}
 VARIANTS = [
     {},
-    {"size": 384, "seed": 1, "optimizer": "adam"},
+    {"size": 480, "seed": 1, "optimizer": "adam"},
     {"form": "pool"},
     {"form": "pool", "clip": 1.0, "seed": 2},
-    {"form": "norm"},
 ]
 
 
@@ -48,11 +47,6 @@ def dice(p, t):
     return 1.0 - (2.0 * (p * t).sum() + 1.0) / (p.sum() + t.sum() + 1.0)
 
 
-def energy(p, t):
-    """Return a ratio of squared norms, summed in half precision."""
-    return ((p - t) * 40.0).norm() / (p * 300.0).pow(2).sum()
-
-
 def main(watch, seed=0, size=420, form="dice", **loop):
     """Train on images large enough that a sum over pixels passes 65504."""
     torch.manual_seed(seed)
@@ -64,6 +58,6 @@ def main(watch, seed=0, size=420, form="dice", **loop):
         out = model(x)
         if form == "pool":
             return (out.float() - 1.0).pow(2).mean()
-        return (dice if form == "dice" else energy)(out, t)
+        return dice(out, t)
 
     train(watch, model, loss_of, steps=5, **loop)

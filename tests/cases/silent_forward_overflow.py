@@ -6,23 +6,19 @@ from torch import nn
 from tests.cases.common import train
 
 TRUTH = {"rule": "silent-forward-overflow", "phase": "forward", "where": ["gate"]}
-VARIANTS = [{}, {"seed": 1, "optimizer": "adam"}, {"form": "exp", "accumulate": 2}, {"width": 48, "clip": 1.0}]
+VARIANTS = [{}, {"seed": 1, "optimizer": "adam"}, {"width": 24, "seed": 2, "accumulate": 2}, {"width": 48, "clip": 1.0}]
 
 
 class Gate(nn.Module):
-    """A branch that is divided by a sum of squares, or by one plus an exponential."""
+    """A branch that is divided by a sum of squares."""
 
-    def __init__(self, d, form):
+    def __init__(self, d):
         super().__init__()
-        self.lin, self.form = nn.Linear(d, d), form
+        self.lin = nn.Linear(d, d)
 
     def forward(self, x):
         """Return the gated branch."""
         h = self.lin(x)
-        if self.form == "exp":
-            return h / (
-                1.0 + (h.abs() * 60.0).half().exp() if h.dtype is not torch.float16 else 1.0 + torch.exp(h.abs() * 60.0)
-            )
         h = h * 400.0
         return h / (h * h).sum(-1, keepdim=True)
 
@@ -30,9 +26,9 @@ class Gate(nn.Module):
 class Net(nn.Module):
     """A residual network with a gated branch."""
 
-    def __init__(self, d, form):
+    def __init__(self, d):
         super().__init__()
-        self.inp, self.gate, self.out = nn.Linear(8, d), Gate(d, form), nn.Linear(d, 1)
+        self.inp, self.gate, self.out = nn.Linear(8, d), Gate(d), nn.Linear(d, 1)
 
     def forward(self, x):
         """Add the branch."""
@@ -40,10 +36,10 @@ class Net(nn.Module):
         return self.out(h + self.gate(h))
 
 
-def main(watch, seed=0, width=32, form="square", **loop):
+def main(watch, seed=0, width=32, **loop):
     """Train the network: the loss is finite all along."""
     torch.manual_seed(seed)
-    model = Net(width, form)
+    model = Net(width)
     with torch.no_grad():
         model.gate.lin.weight.mul_(4.0)
     x, y = torch.randn(16, 8), torch.randn(16, 1)
