@@ -28,9 +28,11 @@ def cases() -> dict[str, torch.Tensor]:
     late[299, 3] = 1.0
     almost = torch.ones(40, 300)
     almost[17, :299] = 0
+    one_row, one_column = torch.ones(30, 40), torch.ones(40, 30)
+    one_row[11], one_column[:, 7] = 0, -0.0
     grid = normal(5000, scale=2.0**-22, dtype=torch.float16).float()
     specials = torch.tensor([0.0, -0.0, 1.0, -1.0, 2.0**-126, 2.0**-127, 2.0**-149, 2.0**127, 3.4028234663852886e38])
-    beyond = [1e300, -1e-300, 5e-324, 1e-40, 2.0**200, 2.0**-140, 0.0, 1.0]
+    beyond = [1e300, -1e-300, 5e-324, 1e-40, 2.0**200, 2.0**-140, 2.0**-127, 2.0**-126, 2.0**128, 0.0, 1.0]
     rows = torch.tensor([[1, 4, 1, 7, 4]])
     sparse = torch.sparse_coo_tensor(rows, normal(5, 6), (10, 6), check_invariants=True)
     pairs = torch.view_as_complex(normal(5, 6, 2))
@@ -59,6 +61,9 @@ def cases() -> dict[str, torch.Tensor]:
         "zero rows and columns, inf and NaN": broken,
         "one late element": late,
         "a nearly empty row": almost,
+        "one zero row": one_row,
+        "one zero column": one_column,
+        "one zero column, FP64": one_column.double(),
         "relu": torch.relu(normal(300, 300)),
         "transposed": normal(60, 40).t(),
         "strided": normal(100, 60)[::2, ::3],

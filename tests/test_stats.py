@@ -204,6 +204,20 @@ def test_gradients_are_not_touched():
             assert torch.equal(torch.nan_to_num(same, 7.0), torch.nan_to_num(copies[name], 7.0)), name
 
 
+def test_a_sharded_gradient_counts_its_local_part():
+    """A DTensor: what this rank holds."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        sharded = DTensor.from_local(CASES["relu"], init_device_mesh("cpu", (1,)), [Shard(0)])
+        stats = measure([sharded]).resolve()
+    finally:
+        torch.distributed.destroy_process_group()
+    stats_cases.assert_equal(stats, 0, EXPECTED["relu"], "relu")
+
+
 def test_torch_operations_serve_without_numba(monkeypatch):
     """The extra `cpu` is not installed."""
     monkeypatch.setattr(backends.importlib.util, "find_spec", lambda name: None)

@@ -58,8 +58,7 @@ def plain(grad: torch.Tensor) -> Plain:
 
     FP16, BF16 and FP8 stay as they are. Copies only what is not dense in memory; a sparse gradient is coalesced.
     """
-    t = grad.detach()
-    t = getattr(t, "_local_tensor", t)
+    t = getattr(grad, "_local_tensor", grad).detach()
     note: Note | None = None
     lines = t.dim() >= 2
     if t.layout is not torch.strided:
