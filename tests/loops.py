@@ -17,7 +17,7 @@ from ampscope.probe.stats import BACKENDS
 BACKENDS.warm(wait=True)
 
 LOOPS = {}
-UNSEEN = ("compiled_train_step",)
+UNSEEN = ("compiled_train_step", "compiled_scaler_calls", "compiled_optimizer_without_scaler")
 """Loops that must not be changed, and whose calls, compiled, are not seen."""
 
 
@@ -538,3 +538,35 @@ def bare_steps_beside(watch, steps=20):
         scaler.step(og)
         scaler.update()
     return result(g, d)
+
+
+@loop
+def compiled_scaler_calls(watch, steps=200):
+    """Forward and backward in eager mode, the scaler's calls in a compiled function."""
+    torch._dynamo.reset()
+
+    @torch.compile(backend="eager")
+    def finish(opt, scaler):
+        scaler.step(opt)
+        scaler.update()
+
+    def body(step, model, opt, scaler):
+        scaler.scale(forward(model, *batch(step, spike=(3,)))).backward()
+        finish(opt, scaler)
+
+    return run(watch, steps, body=body)
+
+
+@loop
+def compiled_optimizer_without_scaler(watch, steps=20):
+    """`optimizer.step` compiled, without a scaler: no end of a step is seen."""
+    torch._dynamo.reset()
+    model = net()
+    opt = torch.optim.SGD(model.parameters(), lr=1e-3)
+    watch(None, model, optimizer=opt)
+    step_compiled = torch.compile(opt.step, backend="eager")
+    for step in range(steps):
+        opt.zero_grad()
+        forward(model, *batch(step), dtype=torch.bfloat16).backward()
+        step_compiled()
+    return result(model)

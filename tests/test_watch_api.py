@@ -302,6 +302,56 @@ def test_an_optimizer_made_anew_goes_on_under_its_name(tmp_path):
     assert len(run.steps) == 7
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_forked_child_does_not_write_its_parents_log(tmp_path):
+    """It may train, and exit; the parent goes on."""
+    model, opt, scaler = make()
+    ampscope.watch(scaler, model, log_dir=tmp_path, tensorboard=False)
+    train(model, opt, scaler, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of forking a process that has threads
+        child = os.fork()
+    if child == 0:
+        try:
+            train(model, opt, scaler, 2)
+            ampscope.unwatch(scaler)
+            os._exit(0 if type(scaler) is torch.amp.GradScaler else 1)
+        except BaseException:
+            os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+    train(model, opt, scaler, 2, 2)
+    ampscope.unwatch(scaler)
+    run = only_run(tmp_path)
+    assert run.steps.tolist() == [0, 1, 2, 3]
+    assert run.finished
+    assert not run.damage
+
+
+def test_training_in_another_thread(tmp_path):
+    """Than the one that called watch()."""
+    model, opt, scaler = make()
+    ampscope.watch(scaler, model, log_dir=tmp_path, tensorboard=False)
+    thread = threading.Thread(target=train, args=(model, opt, scaler, 4))
+    thread.start()
+    thread.join()
+    ampscope.unwatch(scaler)
+    assert only_run(tmp_path).steps.tolist() == [0, 1, 2, 3]
+
+
+def test_memory_stays_flat(tmp_path):
+    """A thousand steps leave no object behind."""
+    model, opt, scaler = make()
+    ampscope.watch(scaler, model, log_dir=tmp_path, tensorboard=False)
+    counts = []
+    for first in (0, 300, 1300):
+        train(model, opt, scaler, 300 if first == 0 else 1000 if first == 300 else 1, first)
+        ampscope.handle(scaler).flush()
+        gc.collect()
+        counts.append(len(gc.get_objects()))
+    ampscope.unwatch(scaler)
+    assert counts[1] - counts[0] < 300
+
+
 def test_the_interpreters_exit_loses_nothing(tmp_path):
     """A script that never unwatches."""
     script = f"""

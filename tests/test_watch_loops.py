@@ -4,7 +4,8 @@ import gc
 
 import numpy as np
 import pytest
-from torch.utils._python_dispatch import TorchDispatchMode
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 import ampscope
 from ampscope.run.find import find_runs
@@ -120,3 +121,35 @@ def test_nothing_is_left_after_unwatch(name, tmp_path):
                 assert not p._post_accumulate_grad_hooks
                 assert not p._backward_hooks
     gc.collect()
+
+
+@pytest.mark.parametrize("name", [n for n in LOOPS if n not in UNSEEN])
+def test_what_learns_in_the_first_steps_is_gone_after_them(name, tmp_path):
+    """After a dozen steps, still watched: no hook on a parameter, no dispatch mode on the stack."""
+    models = []
+
+    class Keep(Watching):
+        def __call__(self, scaler, model, **kwargs):
+            models.append(model)
+            return super().__call__(scaler, model, **kwargs)
+
+    watching = Keep(tmp_path)
+    LOOPS[name](watching, 12)
+    modes = _get_current_dispatch_mode_stack()
+    hooked = [
+        n
+        for m in models
+        for n, p in as_module(m).named_parameters()
+        if p._post_accumulate_grad_hooks or p._backward_hooks
+    ]
+    watching.close()
+    assert not modes
+    assert not hooked
+    assert not _get_current_dispatch_mode_stack()
+
+
+def as_module(model):
+    """Return a module of one, several or named modules."""
+    if isinstance(model, dict):
+        return torch.nn.ModuleDict(model)
+    return torch.nn.ModuleList(model) if isinstance(model, list) else model

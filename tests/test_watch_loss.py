@@ -222,3 +222,19 @@ def test_no_loss_hook_outlives_its_record(tmp_path):
     assert not kept._backward_hooks
     assert not scaled._backward_hooks
     ampscope.unwatch(scaler)
+
+
+def test_a_record_that_never_ends_does_not_grow(tmp_path):
+    """Thousands of losses in one record: added up, all the same."""
+    model, opt, scaler = make()
+    ampscope.watch(scaler, model, log_dir=tmp_path, tensorboard=False)
+    weight = next(model.parameters())
+    for _ in range(2500):
+        scaler.scale(weight[0, 0] * 0.0 + 1.0).backward()
+    assert len(ampscope.handle(scaler).recorder.window.losses) <= 1000
+    scaler.step(opt)
+    scaler.update()
+    ampscope.unwatch(scaler)
+    run = only_run(tmp_path)
+    assert run.scalar("loss").tolist() == [2500.0]
+    assert run.scalar("micro_steps").tolist() == [2500.0]

@@ -27,6 +27,8 @@ SHARE = 0.01
 """Of the run's steps, traced at most."""
 AUDIT_FIRST = 250
 """Steps to the second audit; the distance doubles afterwards, so that less than 0.5 % of steps are audited."""
+MOST_FORWARDS = 128
+"""Training forwards after which an open tracer gives up: the end of its step is not to be seen (in a compiled function, say)."""
 EVAL_TRACES = 3
 """Evaluation forwards traced before they are traced only after audits."""
 
@@ -52,6 +54,7 @@ class ArmedTracer(Observer):
         self._next_audit = 0
         self._interval = AUDIT_FIRST
         self._good = 0
+        self._forwards = 0
         self._since_growth = 10**9
         self._evals = 0
         self._eval_tracer: OpTracer | None = None
@@ -106,6 +109,10 @@ class ArmedTracer(Observer):
         if module.training and torch.is_grad_enabled():
             if self._tracer is None and (self._armed > 0 or self._audit):
                 self._open()
+            self._forwards += 1
+            if self._tracer is not None and self._forwards > MOST_FORWARDS:
+                self._close(None)
+                self._audit, self._armed = False, 0
             if self._tracer is not None:
                 self._tracer.passive = False
                 self._tracer.see_inputs((args, kwargs))
@@ -117,6 +124,7 @@ class ArmedTracer(Observer):
     def _open(self) -> None:
         if _get_current_dispatch_mode_stack():
             return  # never above a mode of the user's: its end would pop ours
+        self._forwards = 0
         self._tracer = OpTracer(self._places, self._parameters())
         self._tracer.enter()
 
@@ -208,6 +216,11 @@ class ArmedTracer(Observer):
             self._arm_hooks()
         elif self._evals >= EVAL_TRACES:
             self._handles.remove()
+
+    def closed_without_update(self, recorder: Recorder) -> None:
+        """The loop never updates: the step has ended all the same."""
+        self._close(recorder)
+        self.after_update(recorder)
 
     def _expand(self) -> None:
         """The hooked modules were not called in a whole step: the loop calls parts of them."""

@@ -35,6 +35,8 @@ from ampscope.record.step import MEASURED, Event, EventKind, Layer, LayerStats, 
 
 LEARN = 3
 """Steps after which the hooks are removed, if they saw anything."""
+GIVE_UP = 10
+"""Steps after which they are removed if they did not: gradients that are set by hand, say."""
 NAMED = 50
 """Layers an event names at most."""
 SUFFIX = 0.9
@@ -50,6 +52,7 @@ class Culprit(Observer):
         self._order: dict[int, int] = {}
         """Layer index → position in backward order."""
         self._steps = 0
+        self._idle = 0
         self._told = 0
         self._grew = False
         self._recorder: Recorder | None = None
@@ -67,7 +70,12 @@ class Culprit(Observer):
 
     def after_update(self, recorder: Recorder) -> None:
         """Remove the hooks after a few steps; write the order down."""
-        if self._steps >= LEARN or not self._order:
+        if self._steps >= LEARN:
+            return
+        if not self._order:
+            self._idle += 1
+            if self._idle == GIVE_UP:
+                self._handles.remove()
             return
         self._steps += 1
         if self._steps == LEARN:

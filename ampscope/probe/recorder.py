@@ -28,6 +28,9 @@ from ampscope.probe.taking import peak_memory, take, take_untouched, weigh
 from ampscope.probe.window import PendingRecord, Window, host_value
 from ampscope.record.step import Event, Layer, Pending, Resolved, StepRecord
 
+MOST_LOSSES = 1000
+"""Losses a record keeps apart; further ones are added up as they come."""
+
 
 class Recorder(Guarded):
     """Gathers what happens between two `update()` calls of one scaler (or two steps of one optimizer) into a record.
@@ -154,6 +157,8 @@ class Recorder(Guarded):
 
     def _note_loss(self, value: float | torch.Tensor | None, scaled: torch.Tensor, call: int) -> None:
         if value is not None:
+            if len(self.window.losses) >= MOST_LOSSES:
+                self.window.fold()
             self.window.losses.append(losses.note(value, scaled, call))
 
     def before_unscale(self, optimizer: torch.optim.Optimizer) -> None:
@@ -316,7 +321,7 @@ class Recorder(Guarded):
         for loss in chosen:
             fetch.add("loss", loss.value)
         if window.scale_calls:
-            fetch.put("micro_steps", float(len({loss.call for loss in chosen})))
+            fetch.put("micro_steps", float(window.folded + len({loss.call for loss in chosen})))
         for name, value in window.custom.items():
             fetch.put("custom:" + name, value)
         window.release()
@@ -364,6 +369,8 @@ class Recorder(Guarded):
         if record is not self._amended:
             self._last = record
             self._each("resolved", record)
+            if self.rank:
+                record.events = [e if e.rank == self.rank else replace(e, rank=self.rank) for e in record.events]
 
     def amended(self, custom: dict[str, float]) -> StepRecord:
         """Return the last record again, with what `.log()` added after it; any thread, after every other record."""

@@ -107,6 +107,8 @@ class Window:
     fetch: Fetch = field(default_factory=Fetch)
     losses: list[Loss] = field(default_factory=list)
     scale_calls: int = 0
+    folded: int = 0
+    """`scale()` calls whose losses `fold` has added up."""
     taken: list[Taken] = field(default_factory=list)
     measured: set[int] = field(default_factory=set)
     stepped: list[int] = field(default_factory=list)
@@ -145,6 +147,7 @@ class Window:
             loss.call += self.scale_calls
         self.losses += later.losses
         self.scale_calls += later.scale_calls
+        self.folded += later.folded
         self.taken += later.taken
         self.measured |= later.measured
         self.stepped += later.stepped
@@ -158,6 +161,15 @@ class Window:
         self.handles += later.handles
         if later.probed_flushed is not None:
             self.probed_flushed = later.probed_flushed
+
+    def fold(self) -> None:
+        """Add up the losses so far: a record that never ends (its steps are hidden in a compiled function) must not grow."""
+        done = [loss for loss in self.losses if loss.backward]
+        for loss in done:
+            self.fetch.add("loss", loss.value)
+        self.folded += len({loss.call for loss in done})
+        self.release()
+        self.losses.clear()
 
     def release(self) -> None:
         """Remove the hooks that served this record alone."""
