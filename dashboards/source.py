@@ -141,6 +141,7 @@ class Source:
         self._lines: dict[tuple[int, str], LinePyramid] = {}
         self._families: dict[tuple[int, str], _Family] = {}
         self._scalars: dict[tuple[int, str], Grown] = {}
+        self._kept: dict[Any, tuple[Any, Any]] = {}
         self._summed: dict[int, HistogramSummary] = {}
         self._cache: OrderedDict[Any, Any] = OrderedDict()
         self._seen_rows, self._seen_step, self._seen_sessions = 0, -1, 0
@@ -193,6 +194,16 @@ class Source:
                 self._cache.popitem(last=False)
         return made
 
+    def kept(self, what: Any, stamp: Any, make: Callable[[], T]) -> T:
+        """Return `make()`, remembered under `what` until `stamp` changes: for what most new rows leave as it is."""
+        with self._lock:
+            found = self._kept.get(what)
+        if found is None or found[0] != stamp:
+            found = (stamp, make())
+            with self._lock:
+                self._kept[what] = found
+        return found[1]  # type: ignore[no-any-return]  # one kind of value a key
+
     # Scalars
 
     @property
@@ -208,7 +219,7 @@ class Source:
     @property
     def events(self) -> list[Event]:
         """Everything that happened, by step."""
-        return self.cached("events", lambda: self.run.events)
+        return self.kept("events", self.run.events_revision, lambda: self.run.events)
 
     def values(self, name: str, rank: int) -> Array:
         """Return a scalar (or one of `BANDS` over all elements), float64 [T]."""

@@ -40,6 +40,8 @@ class Block:
     batch: pa.RecordBatch | None = None
     damaged: bool = False
     """Whether its layer columns turned out unreadable."""
+    decoded: list[Event] | None = None
+    """The events, once they were asked for."""
 
 
 def make_block(batch: pa.RecordBatch, frame: frames.Frame | None, keep: pa.RecordBatch | None) -> Block:
@@ -103,7 +105,13 @@ def _map_column(column: pa.MapArray) -> dict[str, tuple[Array, Array]]:
 
 
 def events(block: Block) -> list[Event]:
-    """Decode the events of a block, in order."""
+    """Return the events of a block, in order; decoded once."""
+    if block.decoded is None:
+        block.decoded = _decode(block)
+    return block.decoded
+
+
+def _decode(block: Block) -> list[Event]:
     if block.event_items is None or not len(block.event_rows):
         return []
     columns = {f.name: block.event_items.field(f.name).to_pylist() for f in block.event_items.type}

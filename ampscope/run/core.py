@@ -74,6 +74,10 @@ class RunCore:
         self._series: dict[Key, Series] = {}
         self._merged: Merged | None = None
         self._events: list[Event] | None = None
+        self._backward: list[str] | None = None
+        self._told: Any = None
+        self.events_revision = 0
+        """Grows whenever `events` may have changed: most refreshes bring rows and no event."""
         self._errors: list[str] = []
         self._sizes: dict[Path, int] = {}
         self._discover()
@@ -107,8 +111,17 @@ class RunCore:
             if changed or first:
                 self._merged = merge(self.ordered)
                 self._merged.steps.setflags(write=False)
-                self._events = None
+                told = self._event_counts()
+                if told != self._told:
+                    self._told, self._events, self._backward = told, None, None
+                    self.events_revision += 1
             return changed if not (first and self._sizes) else self._measure() != self._sizes
+
+    def _event_counts(self) -> Any:
+        """Return what changes with the events; where sessions overlap, also with how far the later ones have come."""
+        counts = [(key, self._series[key].event_count) for key in sorted(self._series)]
+        several = len({key[0] for key in self._series}) > 1
+        return counts, [len(self._series[key].steps) for key in sorted(self._series)] if several else []
 
     def _discover(self) -> bool:
         found = False
@@ -230,10 +243,11 @@ class RunCore:
     @property
     def backward_order(self) -> list[str]:
         """Layer names in the order backward reaches them, as learned in the first steps; [] if it was not."""
-        for event in reversed(self.events):
-            if event.data.get("topic") == "backward_order":
-                return [str(x) for x in event.data.get("layers", event.layers)]
-        return []
+        with self._lock:
+            if self._backward is None:
+                told = [e for e in self.events if e.data.get("topic") == "backward_order"]
+                self._backward = [str(x) for x in told[-1].data.get("layers", told[-1].layers)] if told else []
+            return list(self._backward)
 
     # Numbers
 

@@ -53,7 +53,8 @@ class EventList:
 
 def all_items(source: Source) -> list[Item]:
     """Return every event by step, with skipped steps of which no event was written filled in from the rows."""
-    return source.cached("event-items", lambda: _all_items(source))
+    skipped = [int(np.nansum(source.values("skipped", rank))) for rank in source.run.ranks]
+    return source.kept("event-items", (source.run.events_revision, skipped), lambda: _all_items(source))
 
 
 def _all_items(source: Source) -> list[Item]:

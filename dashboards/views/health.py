@@ -51,7 +51,9 @@ def facts(source: Source, rank: int) -> Facts:
     skipped = source.values("skipped", rank) > 0
     at = np.flatnonzero(skipped)
     warm_up = max(50, int(len(steps) * WARM_UP))
-    layer, share = worst_underflow(source, rank)
+    grown = len(steps) // max(32, len(steps) // 100)  # a per cent more of a run changes no median that matters
+    stamp = (source.generation, source.notes, grown, source.run.finished)
+    layer, share = source.kept(("worst", rank), stamp, lambda: worst_underflow(source, rank))
     return Facts(
         len(steps), len(at), int(steps[at[-1]]) if len(at) else -1, bool(len(at)) and int(at[-1]) < warm_up,
         latest(source.values("loss_scale", rank)), layer, share,

@@ -80,12 +80,8 @@ def marks(source: Source, rank: int, span: Range) -> Marks:
 def _all(source: Source, rank: int) -> dict[Kind, Array]:
     """Return the steps of each kind: from events, and from what every row says even where no event was written."""
     steps = source.steps
-    out: dict[Kind, set[int]] = {kind: set() for kind in KINDS}
-    for event in source.events:
-        if event.rank != rank:
-            continue
-        for kind in event_kinds(event):
-            out[kind].add(event.step)
+    told = source.kept(("told", rank), source.run.events_revision, lambda: _told(source.events, rank))
+    out = {kind: set(found) for kind, found in told.items()}
     out["skip"] |= set(steps[source.values("skipped", rank) > 0].tolist())
     loss = source.values("loss", rank)
     if np.isfinite(loss).any() or np.isinf(loss).any():
@@ -94,6 +90,16 @@ def _all(source: Source, rank: int) -> dict[Kind, Array]:
     bad = set(steps[source.values("nonfinite_layers", rank) > 0].tolist())
     out["inf"] |= bad - out["nan"]  # where no event says which, inf is by far the likelier
     return {kind: np.array(sorted(found), np.int64) for kind, found in out.items()}
+
+
+def _told(events: list[Event], rank: int) -> dict[Kind, set[int]]:
+    """Return the steps of each kind that a rank's events tell of."""
+    out: dict[Kind, set[int]] = {kind: set() for kind in KINDS}
+    for event in events:
+        if event.rank == rank:
+            for kind in event_kinds(event):
+                out[kind].add(event.step)
+    return out
 
 
 def _thin(at: Array, span: Range) -> tuple[Array, Array]:
