@@ -6,6 +6,7 @@ threads.
 
 from __future__ import annotations
 
+import operator
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,21 @@ from ampscope.probe.stats.lines import lines
 
 ALONE = 1 << 18
 """Elements below which a second thread costs more than it brings."""
+
+
+_TENSOR = torch._C.TensorBase
+_SHAPE, _DTYPE, _LAYOUT = (operator.attrgetter(name) for name in ("shape", "dtype", "layout"))
+
+
+def _ordinary(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether all are contiguous FP32 tensors. Hundreds of small ones are common: no Python loop over them."""
+    return (
+        set(map(type, tensors)) == {torch.Tensor}
+        and set(map(_DTYPE, tensors)) == {torch.float32}
+        and set(map(_LAYOUT, tensors)) == {torch.strided}
+        and all(map(_TENSOR.is_contiguous, tensors))
+        and not any(map(_TENSOR.is_neg, tensors))
+    )
 
 
 class _Helper:
@@ -71,28 +87,17 @@ class CpuKernel:
     def measure(self, tensors: Sequence[torch.Tensor]) -> tuple[rows.Ints, rows.Reals]:
         """Return [n, WIDTH] int64 and [n, 2] float64 rows of CPU tensors, at once."""
         n = len(tensors)
-        kept: list[torch.Tensor] = []
-        notes: list[tuple[int, rows.Note]] = []
-        addresses, sizes, heights, doubles = [0] * n, [0] * n, [0] * n, []
-        single, strided, kind = torch.float32, torch.strided, torch.Tensor
-        for i, t in enumerate(tensors):
-            ordinary = type(t) is kind and t.dtype is single and t.layout is strided and not t.is_neg()
-            if ordinary and (t.is_contiguous() or rows.is_dense(t)):
-                if t.dim() > 1:
-                    heights[i] = t.shape[0]
-            else:
-                t, heights[i], _, note = rows.plain(t)
-                if note is not None:
-                    notes.append((i, note))
-                if t.dtype is torch.float64:
-                    doubles.append(i)
-                elif t.dtype is not single:
-                    t = t.float()
-                kept.append(t)
-            sizes[i] = t.numel()
-            addresses[i] = t.data_ptr()
-        ints, reals = self.run(addresses, sizes, heights, doubles)
-        rows.amend(ints, reals, notes)
+        if _ordinary(tensors):
+            heights = np.fromiter((s[0] if len(s) > 1 else 0 for s in map(_SHAPE, tensors)), np.int64, n)
+            addresses = np.fromiter(map(_TENSOR.data_ptr, tensors), np.int64, n)
+            return self.run(addresses, np.fromiter(map(_TENSOR.numel, tensors), np.int64, n), heights)
+        plains = [rows.plain(t) for t in tensors]
+        doubles = [i for i, p in enumerate(plains) if p.tensor.dtype is torch.float64]
+        singles = [p.tensor if p.tensor.dtype in (torch.float32, torch.float64) else p.tensor.float() for p in plains]
+        ints, reals = self.run(
+            [t.data_ptr() for t in singles], [t.numel() for t in singles], [p.height for p in plains], doubles
+        )
+        rows.amend(ints, reals, [(i, p.note) for i, p in enumerate(plains) if p.note is not None])
         return ints, reals
 
     def run(
