@@ -164,7 +164,7 @@ def _add(out: Tally, run: Run, rows: Array, scale: Array, limit: Array, rank: in
     on = columns["state"] == MEASURED
     infinite = (columns["pos_inf"].astype(np.int64) + columns["neg_inf"]) * on
     elements = (columns["zeros"].astype(np.int64) + columns["nan"]) * on + infinite + counts.sum(-1)
-    shares = [run.metric(name, rank, rows) for name in LOST]
+    shares = list(run.several(LOST, rank, rows).values())
     out.elements[:] += elements.sum(0)
     out.zeros[:] += (columns["zeros"] * on).sum(0, dtype=np.int64)
     out.nan[:] += (columns["nan"] * on).sum(0, dtype=np.int64)
@@ -175,7 +175,7 @@ def _add(out: Tally, run: Run, rows: Array, scale: Array, limit: Array, rank: in
         g = int(np.searchsorted(out.scales, s))
         significand, power = math.frexp(s)
         table = out.tables.setdefault(2 * significand, Table(len(out.layers)))
-        table.add(counts[mine].sum(0), exact[mine].sum(0), power - 1)
+        table.add(counts.sum(0, where=mine[:, None, None]), exact.sum(0, where=mine[:, None, None]), power - 1)
         for i, share in enumerate(shares):
             out.lost[i, g] += np.nan_to_num(share[mine].astype(np.float64) * elements[mine]).sum(0)
     for i in np.flatnonzero(infinite.any(1)).tolist():
