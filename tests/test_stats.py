@@ -204,6 +204,14 @@ def test_gradients_are_not_touched():
             assert torch.equal(torch.nan_to_num(same, 7.0), torch.nan_to_num(copies[name], 7.0)), name
 
 
+@BOTH
+def test_a_gradient_of_a_graph(backend):
+    """`backward(create_graph=True)` leaves gradients that require gradients themselves; no graph is built on them."""
+    for name in ("random", "FP16", "complex"):
+        tensor = CASES[name].clone().requires_grad_() * 1
+        stats_cases.assert_equal(backend([tensor]), 0, EXPECTED[name], name)
+
+
 def test_a_sharded_gradient_counts_its_local_part():
     """A DTensor: what this rank holds."""
     from torch.distributed.device_mesh import init_device_mesh

@@ -58,6 +58,8 @@ def plain(grad: torch.Tensor) -> Plain:
 
     FP16, BF16 and FP8 stay as they are. Copies only what is not dense in memory; a sparse gradient is coalesced.
     """
+    if _is_ordinary(grad):  # no operation that a dispatch mode of the user's would see
+        return _view(grad, grad.dim() >= 2, None)
     t = getattr(grad, "_local_tensor", grad).detach()
     note: Note | None = None
     lines = t.dim() >= 2
@@ -73,8 +75,17 @@ def plain(grad: torch.Tensor) -> Plain:
         t, note = _unexpanded(t)
     if not is_dense(t):
         t = t.contiguous()
+    return _view(t, lines, note)
+
+
+def _view(t: torch.Tensor, lines: bool, note: Note | None) -> Plain:
     height = t.shape[0] if lines and t.dim() >= 2 and t.numel() else 0
     return Plain(t, height, t.numel() // height if height else 0, note)
+
+
+def _is_ordinary(t: torch.Tensor) -> bool:
+    plain_type = type(t) is torch.Tensor and t.layout is torch.strided and not t.requires_grad
+    return plain_type and not t.is_complex() and not t.is_neg() and is_dense(t)
 
 
 def is_dense(t: torch.Tensor) -> bool:
