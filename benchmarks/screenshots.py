@@ -102,9 +102,10 @@ def shoot(
                 page.goto(f"http://127.0.0.1:{server.effective_port}/?{urlencode(query)}")
                 page.wait_for_function(
                     """() => {
-                        const all = [...document.querySelectorAll(".panel:not([hidden]) .js-plotly-plot")];
-                        const seen = all.filter((g) => g.offsetWidth);
-                        const none = document.querySelector(".panel:not([hidden])").querySelector(".js-plotly-plot, .dash-graph") === null;
+                        const panel = document.querySelector(".panel:not([hidden])");
+                        if (!panel || !document.querySelector("#state").textContent) return false;
+                        const seen = [...panel.querySelectorAll(".js-plotly-plot")].filter((g) => g.offsetWidth);
+                        const none = !panel.querySelector(".chart-box");
                         return none || (seen.length && seen.every((g) => g.layout && g.layout.uirevision !== "message"));
                     }""",
                     timeout=30_000,

@@ -84,26 +84,42 @@ def render(run: Run, now: float) -> str:
     charts: list[Any] = []
 
     def chart(title: str, hint: str, figure: Any) -> None:
-        parts.append(f"<section><h2>{html.escape(title)}</h2><p class='hint'>{html.escape(hint)}</p><div class='chart' id='c{len(charts)}'></div></section>")
+        parts.append(
+            f"<section><h2>{html.escape(title)}</h2><p class='hint'>{html.escape(hint)}</p><div class='chart' id='c{len(charts)}'></div></section>"
+        )
         charts.append(figure)
 
-    parts.append(f"<header><h1>{html.escape(run.name)}</h1><p class='hint'>{html.escape(subtitle(run, now))}</p></header>")
+    parts.append(
+        f"<header><h1>{html.escape(run.name)}</h1><p class='hint'>{html.escape(subtitle(run, now))}</p></header>"
+    )
     if not len(run.steps):
         parts.append("<p class='health'>No step is recorded yet.</p>")
     else:
         parts.append(sentence(source, rank, findings))
         view = overview_view.overview(source, rank, WHOLE)
-        chart("Is the training healthy?", "Loss scale, skips, loss, gradient norm and underflow over steps.", overview_figures.figure(view, "light", "report"))
+        chart(
+            "Is the training healthy?",
+            "Loss scale, skips, loss, gradient norm and underflow over steps.",
+            overview_figures.figure(view, "light", "report"),
+        )
         for metric in HEATMAPS:
             found = layers_view.layer_map(source, rank, metric, WHOLE, order="worst", rows=ROWS, columns=COLUMNS)
             if found.rows and found.values.shape[1]:
                 title = f"Which layer? {STYLES[metric].title}"
                 more = f" {found.left_out} further rows are left out." if found.left_out else ""
-                chart(title, f"One row a layer, worst first.{more}", layers_figures.figure(found, "light", "report", WHOLE))
+                chart(
+                    title,
+                    f"One row a layer, worst first.{more}",
+                    layers_figures.figure(found, "light", "report", WHOLE),
+                )
         worst = worst_layer(source, rank)
         exponents = layer_view.exponents(source, rank, worst, WHOLE) if worst is not None else None
         if exponents is not None and worst is not None:
-            chart(f"How large are the gradients of {run.layers[worst].name}?", "Share of elements by power of two, over steps, with FP16's limits.", layer_figures.exponents(exponents, "light", "report"))
+            chart(
+                f"How large are the gradients of {run.layers[worst].name}?",
+                "Share of elements by power of two, over steps, with FP16's limits.",
+                layer_figures.exponents(exponents, "light", "report"),
+            )
         parts.append(finding_list(findings))
         parts.append(event_table(source))
     body = "\n".join(parts)
@@ -138,8 +154,12 @@ def finding_list(findings: Sequence[Finding]) -> str:
     """Return the findings."""
     out = ["<section><h2>What is wrong, and what to change?</h2>"]
     for card in findings_view.cards(list(findings)):
-        pairs = "".join(f"<dt>{html.escape(str(k))}</dt><dd>{html.escape(str(v))}</dd>" for k, v in [*card.facts, *card.evidence])
-        out.append(f"<article><h3>{html.escape(card.sign)}: {html.escape(card.title)}</h3><dl>{pairs}<dt>what to do</dt><dd>{html.escape(card.remedy)}</dd></dl></article>")
+        pairs = "".join(
+            f"<dt>{html.escape(str(k))}</dt><dd>{html.escape(str(v))}</dd>" for k, v in [*card.facts, *card.evidence]
+        )
+        out.append(
+            f"<article><h3>{html.escape(card.sign)}: {html.escape(card.title)}</h3><dl>{pairs}<dt>what to do</dt><dd>{html.escape(card.remedy)}</dd></dl></article>"
+        )
     if len(out) == 1:
         out.append("<p>Nothing was found.</p>")
     return "".join([*out, "</section>"])
@@ -153,7 +173,11 @@ def event_table(source: Source) -> str:
         e = item.event
         cells = (e.step, e.kind, e.phase, ", ".join(e.layers[:3]), e.op, e.where, e.message)
         rows.append("<tr>" + "".join(f"<td>{html.escape(str(c))}</td>" for c in cells) + "</tr>")
-    more = f"<p class='hint'>{len(items) - EVENTS:,} further events are left out; ampscope export has all.</p>" if len(items) > EVENTS else ""
+    more = (
+        f"<p class='hint'>{len(items) - EVENTS:,} further events are left out; ampscope export has all.</p>"
+        if len(items) > EVENTS
+        else ""
+    )
     head = "".join(f"<th>{h}</th>" for h in ("step", "kind", "phase", "layers", "op", "where", "what"))
     return f"<section><h2>What happened?</h2>{more}<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></section>"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import signal
@@ -47,7 +48,10 @@ class Guard:
         """Answer a request."""
         host = str(environ.get("HTTP_HOST", ""))
         if self._hosts is not None and name_of(host) not in self._hosts:
-            return refuse(start_response, f"this dashboard is not served as {name_of(host)!r}; start it with --allow-host to allow that name")
+            return refuse(
+                start_response,
+                f"this dashboard is not served as {name_of(host)!r}; start it with --allow-host to allow that name",
+            )
         if environ.get("REQUEST_METHOD") not in ("GET", "HEAD", "OPTIONS"):
             origin = environ.get("HTTP_ORIGIN")
             if origin is not None and urlsplit(str(origin)).netloc.lower() != host.lower():
@@ -56,7 +60,11 @@ class Guard:
                 return refuse(start_response, "cross-site request")
 
         def with_headers(status: str, headers: list[tuple[str, str]], *rest: Any) -> Any:
-            extra = [("X-Content-Type-Options", "nosniff"), ("Referrer-Policy", "no-referrer"), ("Content-Security-Policy", POLICY)]
+            extra = [
+                ("X-Content-Type-Options", "nosniff"),
+                ("Referrer-Policy", "no-referrer"),
+                ("Content-Security-Policy", POLICY),
+            ]
             return start_response(status, [*headers, *extra], *rest)
 
         return self._app(environ, with_headers)
@@ -99,11 +107,9 @@ def allowed_hosts(host: str, more: Sequence[str] = ()) -> list[str]:
 
 def own_addresses() -> list[str]:
     """Return this machine's IP addresses, as far as its own name tells, and the one it reaches others from."""
-    found = set()
-    try:
+    found: set[str] = set()
+    with contextlib.suppress(OSError):  # a machine that does not know its own name
         found.update(str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None))
-    except OSError:
-        pass  # a machine that does not know its own name
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # a datagram socket sends nothing by connecting
@@ -148,7 +154,7 @@ class Server:
         self._server.close()
 
 
-def _interrupt(signum: int, frame: Any) -> None:
+def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
@@ -159,7 +165,9 @@ def bind(app: Any, host: str, port: int) -> tuple[Any, int]:
     last: OSError | None = None
     for candidate in range(port, min(port + TRIES, 65536)):
         try:
-            server = create_server(app, host=host, port=candidate, threads=THREADS, ident="ampscope", clear_untrusted_proxy_headers=True)
+            server = create_server(
+                app, host=host, port=candidate, threads=THREADS, ident="ampscope", clear_untrusted_proxy_headers=True
+            )
         except OSError as error:
             last = error
             if error.errno not in _TAKEN:

@@ -202,7 +202,7 @@ class Source:
             found = (stamp, make())
             with self._lock:
                 self._kept[what] = found
-        return found[1]  # type: ignore[no-any-return]  # one kind of value a key
+        return found[1]
 
     # Scalars
 

@@ -75,14 +75,27 @@ def test_its_own_names_are_answered(server, host):
     assert ask(server, Host=host)[0] == 200
 
 
-@pytest.mark.parametrize("headers", [{"Origin": "http://evil.example"}, {"Sec_Fetch_Site": "cross-site"}, {"Origin": "null"}])
+@pytest.mark.parametrize(
+    "headers", [{"Origin": "http://evil.example"}, {"Sec_Fetch_Site": "cross-site"}, {"Origin": "null"}]
+)
 def test_cross_origin_callbacks_are_refused(server, headers):
     """A foreign page cannot make this browser run a callback."""
-    status, _, _ = ask(server, "/_dash-update-component", "POST", json.dumps({}), Content_Type="application/json", **headers)
+    status, _, _ = ask(
+        server, "/_dash-update-component", "POST", json.dumps({}), Content_Type="application/json", **headers
+    )
     assert status == 403
 
 
-@pytest.mark.parametrize("path", ["/../../etc/passwd", "/assets/../app.py", "/assets/%2e%2e/app.py", "/..%2f..%2fetc/passwd", "/run/ampscope-0-rank0.arrows"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/../../etc/passwd",
+        "/assets/../app.py",
+        "/assets/%2e%2e/app.py",
+        "/..%2f..%2fetc/passwd",
+        "/run/ampscope-0-rank0.arrows",
+    ],
+)
 def test_no_file_outside_the_assets_is_served(server, path):
     """Neither the system's, nor the package's, nor the log's."""
     _, text, _ = ask(server, path)
@@ -143,7 +156,10 @@ def test_which_names_are_allowed():
 def test_the_ssh_line():
     """In an SSH session: how to reach the page from one's own machine."""
     assert ssh_line(8060, {}) == ""
-    assert ssh_line(8061, {"SSH_CONNECTION": "10.0.0.2 5000 10.0.0.1 22", "USER": "ada"}) == "ssh -N -L 8061:127.0.0.1:8061 ada@10.0.0.1"
+    assert (
+        ssh_line(8061, {"SSH_CONNECTION": "10.0.0.2 5000 10.0.0.1 22", "USER": "ada"})
+        == "ssh -N -L 8061:127.0.0.1:8061 ada@10.0.0.1"
+    )
 
 
 def test_ctrl_c_ends_the_command_cleanly(logs):
