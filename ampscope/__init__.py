@@ -9,6 +9,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ampscope_dashboards.notebook import show as show
+
     from ampscope.analysis.diagnose import diagnose as diagnose
     from ampscope.analysis.finding import Finding as Finding
     from ampscope.analysis.replay import Replay as Replay
@@ -29,7 +31,6 @@ if TYPE_CHECKING:
     from ampscope.run.find import find_runs as find_runs
     from ampscope.run.find import open_run as open_run
     from ampscope.run.run import Run as Run
-    from ampscope_dashboards.notebook import show as show
 
 __version__ = "0.1.0"
 

@@ -1,6 +1,6 @@
 """What does a traced step cost? The same small step unwatched, watched, and watched with the tracer armed; medians and ratios.
 
-    python benchmarks/armed_step.py [--steps 40]
+python benchmarks/armed_step.py [--steps 40]
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ def main() -> int:
             times = []
             for _ in range(args.steps):
                 if name == "armed":
-                    tracer = next(o for o in ampscope.handle(scaler).recorder.observers if type(o).__name__ == "ArmedTracer")
+                    tracer = next(
+                        o for o in ampscope.handle(scaler).recorder.observers if type(o).__name__ == "ArmedTracer"
+                    )
                     tracer._armed = 1
                     tracer._arm_hooks()
                 start = time.perf_counter()

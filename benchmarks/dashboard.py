@@ -1,11 +1,9 @@
-"""The dashboard on large logs: first paint, answers, a live tick, memory. Generates the logs (fake clock), serves them, drives Chromium.
-
-
-"""
+"""The dashboard on large logs: first paint, answers, a live tick, memory. Generates the logs (fake clock), serves them, drives Chromium."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import resource
 import shutil
 import statistics
@@ -28,10 +26,8 @@ def serve(logs: str) -> None:
 
     server = Server(create_app(logs), port=0)
     print(server.url, flush=True)
-    try:
+    with contextlib.suppress(KeyboardInterrupt):
         server.run()
-    except KeyboardInterrupt:
-        pass
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6, flush=True)
 
 
@@ -42,25 +38,31 @@ def drive(url: str, start: float, run: str) -> None:
     answers: list[float] = []
 
     def done(request) -> None:
-        if request.method == "POST" and request.url.endswith("_dash-update-component"):
+        if request.method == "POST" and "_dash-update-component" in request.url:
             timing = request.timing
             answers.append(timing["responseEnd"] - timing["requestStart"])
 
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox", "--disable-gpu"])
+        browser = playwright.chromium.launch(
+            executable_path=shutil.which("chromium"), args=["--no-sandbox", "--disable-gpu"]
+        )
         page = browser.new_page(viewport={"width": 1280, "height": 900})
         page.set_default_timeout(120_000)
         page.on("requestfinished", done)
         page.goto(f"{url}?run={run}", wait_until="commit")
         page.wait_for_selector("#panel-overview .js-plotly-plot .main-svg .scatterlayer path", state="attached")
-        print(f"first useful paint of the overview     {time.perf_counter() - start:7.2f} s after the start of the server")
+        print(
+            f"first useful paint of the overview     {time.perf_counter() - start:7.2f} s after the start of the server"
+        )
         page.wait_for_timeout(15_000)  # what is summarised in the background is not measured here
         answers.clear()
         for i in range(50):
             page.click(f"#tab-{TABS[i % len(TABS)]}")
             page.wait_for_timeout(500)
         clicks = list(answers)
-        print(f"answers to 50 tab switches             {statistics.median(clicks):7.0f} ms median, {max(clicks):.0f} ms worst, {len(clicks)} answers")
+        print(
+            f"answers to 50 tab switches             {statistics.median(clicks):7.0f} ms median, {max(clicks):.0f} ms worst, {len(clicks)} answers"
+        )
         browser.close()
 
 
@@ -82,7 +84,9 @@ def main() -> int:
         begin = time.perf_counter()
         bulk_run(logs, args.steps, args.layers, name=name)
         size = sum(f.stat().st_size for f in (logs / name).iterdir())
-        print(f"log of {args.steps:,} steps x {args.layers} layers      {size / 1e6:7.0f} MB, made in {time.perf_counter() - begin:.0f} s")
+        print(
+            f"log of {args.steps:,} steps x {args.layers} layers      {size / 1e6:7.0f} MB, made in {time.perf_counter() - begin:.0f} s"
+        )
     start = time.perf_counter()
     server = subprocess.Popen([sys.executable, __file__, "--serve", str(logs)], stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None

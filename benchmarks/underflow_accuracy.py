@@ -22,7 +22,9 @@ from underflow_models import MODELS
 
 import ampscope
 
-torch.set_num_threads(1)  # FP16 kernels on several threads are not bit-reproducible, and the probe compares two backwards
+torch.set_num_threads(
+    1
+)  # FP16 kernels on several threads are not bit-reproducible, and the probe compares two backwards
 
 WEIGHTS = (1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5)
 SCALES = (1.0, 2.0**5, 2.0**10, 2.0**16)
@@ -57,7 +59,9 @@ def measure(name, seed, weights=WEIGHTS, scales=SCALES, probe=True):
         warnings.simplefilter("ignore")
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
         scaler = torch.amp.GradScaler("cpu", init_scale=scales[0], growth_interval=10**9)
-        ampscope.watch(scaler, model, log_dir=logs, run="r", probe_every=1 if probe else 0, tensorboard=False, exponents_every=1)
+        ampscope.watch(
+            scaler, model, log_dir=logs, run="r", probe_every=1 if probe else 0, tensorboard=False, exponents_every=1
+        )
         for weight, scale in steps:
             truth = fp32_gradients(model, batch, loss_fn, weight)
             optimizer.zero_grad()
@@ -86,7 +90,16 @@ def measure(name, seed, weights=WEIGHTS, scales=SCALES, probe=True):
         ampscope.unwatch(scaler)
         run = ampscope.open_run(Path(logs) / "r")
         names = [layer.name for layer in run.layers]
-        metric = {m: run.metric(m) for m in ("underflow_ratio", "underflow_ratio_low", "underflow_ratio_high", "underflow_ratio_measured", "zero_ratio")}
+        metric = {
+            m: run.metric(m)
+            for m in (
+                "underflow_ratio",
+                "underflow_ratio_low",
+                "underflow_ratio_high",
+                "underflow_ratio_measured",
+                "zero_ratio",
+            )
+        }
         for t, (row, other) in enumerate(zip(truths, others, strict=True)):
             for n, truth_share in row.items():
                 i = names.index(n)
@@ -128,9 +141,14 @@ def main() -> int:
         rows = [r for seed in range(args.seeds) for r in measure(name, seed, weights, scales)]
         everything += rows
         out, inside, width = table(rows)
-        print(f"{name:22s} {len(rows):6d} {out['probe'][0]:8.3f}/{out['probe'][1]:6.2f} {out['free'][0]:9.2f}/{out['free'][1]:6.1f} {inside:7.1%} {width:6.2f}", flush=True)
+        print(
+            f"{name:22s} {len(rows):6d} {out['probe'][0]:8.3f}/{out['probe'][1]:6.2f} {out['free'][0]:9.2f}/{out['free'][1]:6.1f} {inside:7.1%} {width:6.2f}",
+            flush=True,
+        )
     out, inside, width = table(everything)
-    print(f"\n{len(everything)} layer-steps, {len(names)} models, {args.seeds} seeds, {time.perf_counter() - start:.0f} s. Error against truth, percentage points:")
+    print(
+        f"\n{len(everything)} layer-steps, {len(names)} models, {args.seeds} seeds, {time.perf_counter() - start:.0f} s. Error against truth, percentage points:"
+    )
     print(f"{'definition':28s} {'mean':>8s} {'worst':>8s}")
     labels = {"probe": "ampscope, probe", "free": "ampscope, free estimate", "zeros": "share of zeros", "below_2^-24": "0 < |g| < 2^-24",
               "subnormal/non-zero": "non-zero below 2^-14", "TransformerEngine": "TransformerEngine's"}  # fmt: skip

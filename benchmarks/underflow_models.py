@@ -58,7 +58,9 @@ class Tiny(nn.Module):
     def __init__(self, vocabulary=200, width=32, depth=2):
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width)
-        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(width, 4, 2 * width, dropout=0.0, batch_first=True) for _ in range(depth))
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, 4, 2 * width, dropout=0.0, batch_first=True) for _ in range(depth)
+        )
         self.head = nn.Linear(width, vocabulary)
 
     def forward(self, ids):
@@ -79,7 +81,12 @@ class Cell(nn.Module):
 
     def __init__(self, width=32):
         super().__init__()
-        self.inp, self.rec, self.head, self.width = nn.Linear(16, 4 * width), nn.Linear(width, 4 * width, bias=False), nn.Linear(width, 5), width
+        self.inp, self.rec, self.head, self.width = (
+            nn.Linear(16, 4 * width),
+            nn.Linear(width, 4 * width, bias=False),
+            nn.Linear(width, 5),
+            width,
+        )
 
     def forward(self, x):
         h = c = torch.zeros(x.shape[0], self.width)
@@ -98,7 +105,12 @@ def lstm_like():
 class Bag(nn.Module):
     def __init__(self):
         super().__init__()
-        self.users, self.items, self.mix, self.head = nn.Embedding(500, 16), nn.Embedding(300, 16), nn.Linear(32, 32), nn.Linear(32, 1)
+        self.users, self.items, self.mix, self.head = (
+            nn.Embedding(500, 16),
+            nn.Embedding(300, 16),
+            nn.Linear(32, 32),
+            nn.Linear(32, 1),
+        )
 
     def forward(self, pair):
         x = torch.cat([self.users(pair[:, 0]), self.items(pair[:, 1])], -1)
@@ -114,7 +126,11 @@ def embedding_heavy():
 class Lora(nn.Module):
     def __init__(self, inner, out, rank=4):
         super().__init__()
-        self.base, self.a, self.b = nn.Linear(inner, out), nn.Linear(inner, rank, bias=False), nn.Linear(rank, out, bias=False)
+        self.base, self.a, self.b = (
+            nn.Linear(inner, out),
+            nn.Linear(inner, rank, bias=False),
+            nn.Linear(rank, out, bias=False),
+        )
         self.base.requires_grad_(False)
         nn.init.normal_(self.b.weight, std=0.01)
 
@@ -164,6 +180,14 @@ def sparse_features():
 
 @model
 def autoencoder():
-    net = nn.Sequential(nn.Linear(64, 16), nn.Sigmoid(), nn.Linear(16, 4), nn.Sigmoid(), nn.Linear(4, 16), nn.Sigmoid(), nn.Linear(16, 64))
+    net = nn.Sequential(
+        nn.Linear(64, 16),
+        nn.Sigmoid(),
+        nn.Linear(16, 4),
+        nn.Sigmoid(),
+        nn.Linear(4, 16),
+        nn.Sigmoid(),
+        nn.Linear(16, 64),
+    )
     x = torch.rand(32, 64)
     return net, (x, x), lambda m, b: F.mse_loss(m(b[0]).float(), b[1])

@@ -47,7 +47,9 @@ def train(name, init_scale, steps, log_dir):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5 / LOSS_WEIGHT, momentum=0.5)
     half = init_scale is not None
     # growth_interval beyond the run's length keeps the scale where it starts.
-    scaler = torch.amp.GradScaler("cpu", init_scale=init_scale or 1.0, enabled=half, growth_interval=50 if init_scale != 1.0 else 10**9)
+    scaler = torch.amp.GradScaler(
+        "cpu", init_scale=init_scale or 1.0, enabled=half, growth_interval=50 if init_scale != 1.0 else 10**9
+    )
     ampscope.watch(scaler, model, log_dir=log_dir, run=name, probe_every=10 if half else 0)
     batches = torch.Generator().manual_seed(0)
     for _ in range(steps):
@@ -76,11 +78,22 @@ def figure(results):
     """Return a Plotly figure of accuracy and underflow by layer."""
     from plotly.subplots import make_subplots
 
-    fig = make_subplots(1, 2, column_widths=[0.35, 0.65], subplot_titles=("How accurate?", "How much of each gradient is lost?"))
-    fig.add_bar(x=[name for name, _, _ in results], y=[accuracy * 100 for _, accuracy, _ in results], marker_color="#0072B2", showlegend=False, row=1, col=1)
+    fig = make_subplots(
+        1, 2, column_widths=[0.35, 0.65], subplot_titles=("How accurate?", "How much of each gradient is lost?")
+    )
+    fig.add_bar(
+        x=[name for name, _, _ in results],
+        y=[accuracy * 100 for _, accuracy, _ in results],
+        marker_color="#0072B2",
+        showlegend=False,
+        row=1,
+        col=1,
+    )
     for (name, _, shares), colour in zip(results, ("#000000", "#D55E00", "#009E73"), strict=True):
         if shares:
-            fig.add_bar(x=list(shares), y=[s * 100 for s in shares.values()], name=name, marker_color=colour, row=1, col=2)
+            fig.add_bar(
+                x=list(shares), y=[s * 100 for s in shares.values()], name=name, marker_color=colour, row=1, col=2
+            )
     fig.update_yaxes(title_text="test accuracy, %", range=[0, 100], row=1, col=1)
     fig.update_yaxes(title_text="flushed to zero, % (probe)", row=1, col=2)
     fig.update_layout(title="FP16 training of a small network, with and without loss scaling", template="plotly_white")
@@ -102,8 +115,13 @@ def main(argv=None):
     layers = list(results[1][2])
     print(f"{'run':18s}{'accuracy':>9s}   flushed to zero, measured: " + "  ".join(layers))
     for name, accuracy, shares in results:
-        print(f"{name:18s}{accuracy:9.1%}   {'':27s} " + "  ".join(f"{shares[n]:{len(n)}.0%}" if shares else " " * len(n) for n in layers))
-    figure(results).write_html(args.out, include_plotlyjs=True, config={"showSendToCloud": False, "plotlyServerURL": "", "displaylogo": False})
+        print(
+            f"{name:18s}{accuracy:9.1%}   {'':27s} "
+            + "  ".join(f"{shares[n]:{len(n)}.0%}" if shares else " " * len(n) for n in layers)
+        )
+    figure(results).write_html(
+        args.out, include_plotlyjs=True, config={"showSendToCloud": False, "plotlyServerURL": "", "displaylogo": False}
+    )
     print(f"figure: {args.out}\nruns:   {log_dir}   (ampscope check {log_dir} --all)")
     return 0
 

@@ -1,0 +1,1 @@
+"""The tests; helpers are in `helpers_log.py`, `loops.py`, `casing.py`."""

@@ -14,12 +14,19 @@ CHROMIUM = next((p for p in map(shutil.which, ("chromium", "chromium-browser", "
 if CHROMIUM is None and os.environ.get("CI") != "true":
     pytest.skip("no Chromium on this system (apt-get install chromium)", allow_module_level=True)
 
-from ampscope_dashboards.app import create_app
-from ampscope_dashboards.server import Server
-from playwright.sync_api import expect, sync_playwright
+from ampscope_dashboards.app import create_app  # noqa: E402  (after the check for a browser)
+from ampscope_dashboards.server import Server  # noqa: E402  (as above)
+from playwright.sync_api import expect, sync_playwright  # noqa: E402  (as above)
 
 pytestmark = pytest.mark.browser
-TABS = {"overview": "Overview", "layers": "Layers", "events": "Events", "whatif": "What if", "compare": "Compare", "findings": "Findings"}
+TABS = {
+    "overview": "Overview",
+    "layers": "Layers",
+    "events": "Events",
+    "whatif": "What if",
+    "compare": "Compare",
+    "findings": "Findings",
+}
 SHOTS = Path(os.environ.get("AMPSCOPE_ARTIFACTS", "artifacts")) / "screenshots"
 
 

@@ -94,7 +94,13 @@ class Block(nn.Module):
 
     def __init__(self, reentrant):
         super().__init__()
-        self.a, self.bn, self.drop, self.b, self.reentrant = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1), reentrant
+        self.a, self.bn, self.drop, self.b, self.reentrant = (
+            nn.Linear(8, 8),
+            nn.BatchNorm1d(8),
+            nn.Dropout(0.3),
+            nn.Linear(8, 1),
+            reentrant,
+        )
 
     def inner(self, x):
         """The part that is recomputed."""

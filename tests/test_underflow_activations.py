@@ -14,7 +14,12 @@ class Net(nn.Module):
 
     def __init__(self, checkpointed=False):
         super().__init__()
-        self.a, self.act, self.b, self.checkpointed = nn.Linear(8, 16), nn.ReLU(inplace=True), nn.Linear(16, 1), checkpointed
+        self.a, self.act, self.b, self.checkpointed = (
+            nn.Linear(8, 16),
+            nn.ReLU(inplace=True),
+            nn.Linear(16, 1),
+            checkpointed,
+        )
 
     def forward(self, x):
         """Predict."""
@@ -30,7 +35,16 @@ def train(folder, *, steps=12, watch=True, checkpointed=False, seen=None, compil
     opt = torch.optim.SGD(model.parameters(), lr=1e-3)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
     if watch:
-        ampscope.watch(scaler, net if compiled else model, log_dir=folder, run="r", tensorboard=False, activations=True, exponents_every=4, **kwargs)
+        ampscope.watch(
+            scaler,
+            net if compiled else model,
+            log_dir=folder,
+            run="r",
+            tensorboard=False,
+            activations=True,
+            exponents_every=4,
+            **kwargs,
+        )
     for step in range(steps):
         x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
         opt.zero_grad()

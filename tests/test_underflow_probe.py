@@ -138,7 +138,10 @@ class Custom(nn.Module):
         return self.b(Twice.apply(self.a(x)))
 
 
-@pytest.mark.parametrize(("make", "why"), [(lambda: _seeded(Checkpointed, True), "reentrant"), (lambda: _seeded(Custom), "custom function Twice")])
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [(lambda: _seeded(Checkpointed, True), "reentrant"), (lambda: _seeded(Custom), "custom function Twice")],
+)
 def test_it_stays_off_where_it_would_do_harm(tmp_path, make, why):
     """One warning, one note, training as unwatched."""
     want = steps(*small(body=make()))

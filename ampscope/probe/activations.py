@@ -75,7 +75,9 @@ class Activations(Observer):
         self._handles.remove()
         text = f"activation statistics are off: {why}. The rest of the record and training go on"
         warnings.warn(f"ampscope: {text}.", RuntimeWarning, stacklevel=2)
-        recorder.add_event(Event(recorder.window.step, "note", message=text, data={"topic": "activations", "off": True, "why": why}))
+        recorder.add_event(
+            Event(recorder.window.step, "note", message=text, data={"topic": "activations", "off": True, "why": why})
+        )
 
     def _install(self, recorder: Recorder) -> None:
         if self._off or recorder.window.step % self._every:
@@ -94,7 +96,11 @@ class Activations(Observer):
         """Measure a module's outputs and wait for their gradients."""
         recomputed = torch._C._current_graph_task_id() != -1
         for tensor in tree_leaves(output):
-            if not isinstance(tensor, torch.Tensor) or not (tensor.is_floating_point() or tensor.is_complex()) or not tensor.numel():
+            if (
+                not isinstance(tensor, torch.Tensor)
+                or not (tensor.is_floating_point() or tensor.is_complex())
+                or not tensor.numel()
+            ):
                 continue
             if not recomputed:
                 self._pieces.setdefault(f"{name}:output", Pieces()).take(tensor)
@@ -154,7 +160,9 @@ class PendingActivations:
     def __init__(self, recorder: Recorder, pieces: list[Pieces | None]) -> None:
         scaler = recorder.scaler
         scale = scaler._scale if scaler is not None and scaler.is_enabled() else None
-        self._scale: Any = 1.0 if scale is None else float(scale.numpy()) if scale.device.type == "cpu" else scale.detach().clone()
+        self._scale: Any = (
+            1.0 if scale is None else float(scale.numpy()) if scale.device.type == "cpu" else scale.detach().clone()
+        )
         self._step, self._time, self._pieces = recorder.window.step, time.time(), pieces
 
     def ready(self) -> bool:

@@ -38,7 +38,10 @@ class Audit:
         width = max([len(n) for n in self.layers] + [5])
         width = min(width, 36)
         head = f"{'layer':{width}s}" + "".join(f"  S={_power(s):>8s}" for s in self.scales)
-        lines = [f"flushed to zero in {self.dtype} (and relative error of the gradient), one batch, loss {self.loss:.4g}", head]
+        lines = [
+            f"flushed to zero in {self.dtype} (and relative error of the gradient), one batch, loss {self.loss:.4g}",
+            head,
+        ]
         for i, name in enumerate(self.layers):
             cells = []
             for s in range(len(self.scales)):
@@ -51,7 +54,11 @@ class Audit:
             shown = name if len(name) <= width else "…" + name[-width + 1 :]
             lines.append(f"{shown:{width}s}  " + "  ".join(cells))
         best = self.best_scale()
-        lines.append(f"best of these scales: {_power(best)}" if best is not None else "no scale fits every layer without overflow")
+        lines.append(
+            f"best of these scales: {_power(best)}"
+            if best is not None
+            else "no scale fits every layer without overflow"
+        )
         return "\n".join(lines)
 
     def best_scale(self) -> float | None:
@@ -77,7 +84,11 @@ class Audit:
             go.Heatmap(z=self.flushed.T.tolist(), x=[_power(s) for s in self.scales], y=list(self.layers), zmin=0, zmax=1, colorscale="Cividis",
                        text=text.tolist(), texttemplate="%{text}", colorbar={"title": "flushed"})
         )  # fmt: skip
-        figure.update_layout(title=f"Which gradients does {self.dtype} flush to zero, at which loss scale?", xaxis_title="loss scale", yaxis={"autorange": "reversed"})
+        figure.update_layout(
+            title=f"Which gradients does {self.dtype} flush to zero, at which loss scale?",
+            xaxis_title="loss scale",
+            yaxis={"autorange": "reversed"},
+        )
         return figure
 
 
@@ -145,7 +156,13 @@ def audit(
 
 
 def _gradients(
-    model: Any, loss_fn: Any, batch: Any, params: list[torch.Tensor], scale: float, dtype: torch.dtype | None, device: str
+    model: Any,
+    loss_fn: Any,
+    batch: Any,
+    params: list[torch.Tensor],
+    scale: float,
+    dtype: torch.dtype | None,
+    device: str,
 ) -> tuple[float, list[Array | None]]:
     with torch.autocast(device, dtype=dtype or torch.bfloat16, enabled=dtype is not None), torch.enable_grad():
         loss = loss_fn(model, batch)

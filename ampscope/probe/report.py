@@ -89,10 +89,29 @@ def step(tracer: OpTracer, at: int) -> list[Event]:
     elif trace.loss_bad and trace.opaque and not trace.bad_inputs:
         place = trace.opaque_place
         text = "a non-finite value came out of a part that is not traced (torch.compile); what lies outside it is sound"
-        data = {"topic": "trace", "role": "root", "opaque": True, "compiled": True, "loss_bad": True, "module_chain": list(place.modules)}
-        events.append(Event(at, "nonfinite", phase="forward", layers=tuple(m for m in place.modules if m), where=place.where, message=text, data=data))
+        data = {
+            "topic": "trace",
+            "role": "root",
+            "opaque": True,
+            "compiled": True,
+            "loss_bad": True,
+            "module_chain": list(place.modules),
+        }
+        events.append(
+            Event(
+                at,
+                "nonfinite",
+                phase="forward",
+                layers=tuple(m for m in place.modules if m),
+                where=place.where,
+                message=text,
+                data=data,
+            )
+        )
     for birth in trace.births:
-        hidden = birth is not root and birth.phase == "forward" and not birth.meant and (birth.healed or not trace.loss_bad)
+        hidden = (
+            birth is not root and birth.phase == "forward" and not birth.meant and (birth.healed or not trace.loss_bad)
+        )
         if hidden and not birth.place.scaling and len(events) < 6:
             events.append(event_of(birth, trace, at, role="hidden", loss_bad=trace.loss_bad))
         poisoned = birth is not root and birth.custom and birth.phase == "backward" and not trace.loss_bad
@@ -122,11 +141,19 @@ def audit(tracer: OpTracer, at: int) -> Event:
 def evaluation(tracer: OpTracer, output: Any, at: int) -> Event | None:
     """Return the event of an evaluation forward that went non-finite, or None."""
     trace = tracer.trace
-    bad = any(isinstance(t, torch.Tensor) and t.is_floating_point() and host(t) and summary(t)[0] for t in tree_leaves(output))
+    bad = any(
+        isinstance(t, torch.Tensor) and t.is_floating_point() and host(t) and summary(t)[0] for t in tree_leaves(output)
+    )
     plain = [b for b in trace.births if not b.meant]
     if trace.bad_inputs or not (bad or plain):
         return None
     if plain:
         return event_of(plain[0], trace, at, role="eval", eval=True, output_bad=bad)
     text = "an evaluation forward gave non-finite output although its input was finite"
-    return Event(at, "nonfinite", phase="forward", message=text, data={"topic": "trace", "role": "eval", "eval": True, "output_bad": bad, "opaque": True})
+    return Event(
+        at,
+        "nonfinite",
+        phase="forward",
+        message=text,
+        data={"topic": "trace", "role": "eval", "eval": True, "output_bad": bad, "opaque": True},
+    )

@@ -42,7 +42,7 @@ class Traced:
         return "\n".join(lines)
 
 
-class trace:  # noqa: N801  (used as a function: `with ampscope.trace(model):`)
+class trace:
     """Trace one step: forward, loss, backward, whatever runs inside the `with` block.
 
         with ampscope.trace(model) as found:
@@ -83,7 +83,9 @@ class trace:  # noqa: N801  (used as a function: `with ampscope.trace(model):`)
         if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() == -1:
             self._tracer.see_inputs((args, kwargs))
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._tracer.leave()
         self._handles.remove()
         seen, found = self._tracer.trace, self._found

@@ -37,9 +37,36 @@ MATMULS = {
     "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
     "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_attention_math", "mkldnn_convolution", "cudnn_convolution",
 }  # fmt: skip
-REDUCTIONS = {"sum", "mean", "norm", "linalg_vector_norm", "nansum", "prod", "cumsum", "var", "std", "var_mean", "logsumexp", "frobenius_norm"}
+REDUCTIONS = {
+    "sum",
+    "mean",
+    "norm",
+    "linalg_vector_norm",
+    "nansum",
+    "prod",
+    "cumsum",
+    "var",
+    "std",
+    "var_mean",
+    "logsumexp",
+    "frobenius_norm",
+}
 NORMS = ("layer_norm", "batch_norm", "group_norm", "rms_norm", "instance_norm")
-VIEWS_KEEP = {"sqrt", "rsqrt", "reciprocal", "pow", "mul", "neg", "abs", "clone", "expand", "unsqueeze", "view", "_to_copy", "maximum"}
+VIEWS_KEEP = {
+    "sqrt",
+    "rsqrt",
+    "reciprocal",
+    "pow",
+    "mul",
+    "neg",
+    "abs",
+    "clone",
+    "expand",
+    "unsqueeze",
+    "view",
+    "_to_copy",
+    "maximum",
+}
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 FP16_FLUSH = 2.0**-25
 
@@ -161,7 +188,13 @@ class OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
         """Look at the tensors a model's forward was given."""
         self.trace.inputs_seen = True
         for i, t in enumerate(tree_leaves(args)):
-            if not isinstance(t, torch.Tensor) or t.dtype not in FLOATS or t.numel() == 0 or t.is_sparse or t.requires_grad:
+            if (
+                not isinstance(t, torch.Tensor)
+                or t.dtype not in FLOATS
+                or t.numel() == 0
+                or t.is_sparse
+                or t.requires_grad
+            ):
                 continue
             if _key(t) in self._taint:
                 continue
@@ -203,7 +236,11 @@ class OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
         mutable = func._schema.is_mutable
         inputs = [t for t in _tensors((args, kwargs)) if t.dtype in FLOATS]
         before = [summary(t) for t in inputs if host(t)] if mutable else None
-        kept = [t.detach().clone() if isinstance(t, torch.Tensor) and t.numel() < 1 << 20 else t for t in args] if mutable and before else None
+        kept = (
+            [t.detach().clone() if isinstance(t, torch.Tensor) and t.numel() < 1 << 20 else t for t in args]
+            if mutable and before
+            else None
+        )
         out = func(*args, **kwargs)
         if name not in GARBAGE:
             self.trace.ops += 1
@@ -261,7 +298,9 @@ class OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
         self.trace.births.append(birth)
         self._spread(outputs, summaries, taint | {birth.order}, birth.meant)
 
-    def _spread(self, outputs: list[torch.Tensor], summaries: list[tuple[int, float]], taint: frozenset[int], masked: bool) -> None:
+    def _spread(
+        self, outputs: list[torch.Tensor], summaries: list[tuple[int, float]], taint: frozenset[int], masked: bool
+    ) -> None:
         for t, (bad, _) in zip(outputs, summaries, strict=True):
             key = _key(t)
             if bad:
@@ -320,7 +359,9 @@ class OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
             divisor = inputs[-1]
             birth.zero_divisor = bool((divisor == 0).any().numpy()) if host(divisor) else False
             birth.eps = self._eps.get(_key(divisor))
-        if any(n in name for n in NORMS) or any(n in node_name.lower().replace("_", "") for n in ("layernorm", "batchnorm", "groupnorm", "rmsnorm")):
+        if any(n in name for n in NORMS) or any(
+            n in node_name.lower().replace("_", "") for n in ("layernorm", "batchnorm", "groupnorm", "rmsnorm")
+        ):
             small = [t for t in inputs if t.numel() < inputs[0].numel()]
             birth.rstd_max = max((summary(t)[1] for t in small if host(t)), default=None)
         birth.fp32_ok, birth.fp32_max = in_fp32(func, kept if kept is not None else args, kwargs)
@@ -448,8 +489,14 @@ def in_fp32(func: Any, args: Any, kwargs: Any) -> tuple[bool | None, float]:
 
     try:
         with torch.no_grad():
-            wide_kwargs = {k: wide if k == "dtype" and v in FLOATS else v for k, v in tree_map_only(torch.Tensor, up, kwargs).items()}
-            wide_args = [wide if isinstance(a, torch.dtype) and a in FLOATS else a for a in tree_map_only(torch.Tensor, up, list(args))]
+            wide_kwargs = {
+                k: wide if k == "dtype" and v in FLOATS else v
+                for k, v in tree_map_only(torch.Tensor, up, kwargs).items()
+            }
+            wide_args = [
+                wide if isinstance(a, torch.dtype) and a in FLOATS else a
+                for a in tree_map_only(torch.Tensor, up, list(args))
+            ]
             if func._schema.is_mutable and wide_args and isinstance(wide_args[0], torch.Tensor):
                 wide_args[0] = wide_args[0].clone()
             out = [t for t in _tensors(func(*wide_args, **wide_kwargs)) if t.dtype in FLOATS and t.numel()]

@@ -43,7 +43,11 @@ class UnderflowProbe(Observer):
         """Refuse what cannot be probed at all."""
         if recorder.scaler is None:
             self._refuse(recorder, "there is no scaler whose scale() it could run in")
-        elif any("FSDP" in type(m).__name__ or "FullySharded" in type(m).__name__ for r in recorder.models.values() for m in r.modules()):
+        elif any(
+            "FSDP" in type(m).__name__ or "FullySharded" in type(m).__name__
+            for r in recorder.models.values()
+            for m in r.modules()
+        ):
             self._refuse(recorder, "FSDP shards the gradients")
 
     def closed(self) -> None:
@@ -55,7 +59,9 @@ class UnderflowProbe(Observer):
         self._masks.clear()
         text = f"the underflow probe is off: {why}. Free estimates and training go on"
         warnings.warn(f"ampscope: {text}.", RuntimeWarning, stacklevel=2)
-        recorder.add_event(Event(recorder.window.step, "note", message=text, data={"topic": "probe", "off": True, "why": why}))
+        recorder.add_event(
+            Event(recorder.window.step, "note", message=text, data={"topic": "probe", "off": True, "why": why})
+        )
 
     # In scale()
 
@@ -68,7 +74,11 @@ class UnderflowProbe(Observer):
             self._masks.clear()
             self._counts = {}
             self._step = step
-        losses = [t for t in (loss if isinstance(loss, (list, tuple)) else [loss]) if isinstance(t, torch.Tensor) and t.requires_grad]
+        losses = [
+            t
+            for t in (loss if isinstance(loss, (list, tuple)) else [loss])
+            if isinstance(t, torch.Tensor) and t.requires_grad
+        ]
         for tensor in losses:
             why = unfit(tensor)
             if why:
@@ -83,7 +93,11 @@ class UnderflowProbe(Observer):
 
     def _probe(self, recorder: Recorder, loss: torch.Tensor) -> None:
         scaler = recorder.scaler
-        wanted = [(i, p) for i, p in enumerate(recorder.parameters) if p.requires_grad and p.is_leaf and p.device.type != "meta"]
+        wanted = [
+            (i, p)
+            for i, p in enumerate(recorder.parameters)
+            if p.requires_grad and p.is_leaf and p.device.type != "meta"
+        ]
         scale = scaler._scale if scaler.is_enabled() else None
         for position, k in enumerate(LADDER[self._skip :]):
             factor = torch.full_like(loss, 2.0**k)

@@ -53,7 +53,13 @@ class Context:
     """Gradients are averaged over ranks, so that their mantissa bits tell nothing."""
 
     @classmethod
-    def of(cls, layers: Sequence[Layer], backward_order: Sequence[str] = (), tables: Sequence[str] = (), summed: bool = False) -> Context:
+    def of(
+        cls,
+        layers: Sequence[Layer],
+        backward_order: Sequence[str] = (),
+        tables: Sequence[str] = (),
+        summed: bool = False,
+    ) -> Context:
         """Describe layers. Without a known backward order, registration order is turned round."""
         index = {layer.name: i for i, layer in enumerate(layers)}
         known = [index[n] for n in backward_order if n in index]
@@ -76,7 +82,11 @@ class Context:
 
 
 def estimate(
-    columns: dict[str, Array], context: Context, scale: Array | float = 1.0, loss: Array | float = 1.0, micro_steps: Array | float = 1.0
+    columns: dict[str, Array],
+    context: Context,
+    scale: Array | float = 1.0,
+    loss: Array | float = 1.0,
+    micro_steps: Array | float = 1.0,
 ) -> tuple[Array, Array, Array]:
     """Return (estimate, low, high): share of elements flushed to zero at the scale used, float64, in the columns' shape.
 
@@ -91,12 +101,16 @@ def estimate(
     if not len(context.numel):
         empty_result = np.zeros(c["zeros"].shape)
         return (empty_result[0],) * 3 if flat else (empty_result,) * 3
-    per_step = [np.broadcast_to(np.atleast_1d(np.asarray(v, np.float64)), (steps,))[:, None] for v in (scale, loss, micro_steps)]
+    per_step = [
+        np.broadcast_to(np.atleast_1d(np.asarray(v, np.float64)), (steps,))[:, None] for v in (scale, loss, micro_steps)
+    ]
     out = _estimate(c, context, *per_step)
     return (out[0][0], out[1][0], out[2][0]) if flat else out
 
 
-def _estimate(c: dict[str, Array], k: Context, scale: Array, loss: Array, micro_steps: Array) -> tuple[Array, Array, Array]:
+def _estimate(
+    c: dict[str, Array], k: Context, scale: Array, loss: Array, micro_steps: Array
+) -> tuple[Array, Array, Array]:
     n = np.maximum(k.numel, 1).astype(np.float64)
     measured = c["state"] == MEASURED
     share = np.where(measured, c["zeros"], 0) / n
