@@ -18,9 +18,11 @@ import torch
 
 from ampscope.errors import AmpscopeError, LogError
 from ampscope.log.rundir import RunClaim, claim
+from ampscope.log.schema import SCALARS
 from ampscope.log.writer import LogWriter, NullWriter
 from ampscope.probe import arguments, hooks, launch, losses, names
 from ampscope.probe.activations import Activations
+from ampscope.probe.advice import Advice
 from ampscope.probe.armed import ArmedTracer
 from ampscope.probe.culprit import Culprit
 from ampscope.probe.describe import make_header
@@ -58,18 +60,19 @@ class Watch:
     @property
     def step(self) -> int:
         """Number of the record now open."""
-        return self.recorder.window.step
+        return self.recorder.step
 
     def log(self, **scalars: float | torch.Tensor) -> None:
         """Record scalars of your own with the open step: numbers, or tensors of one element on any device (never synchronises).
 
-        A value that is no number is left out, with one warning a name. What is logged after the last step belongs to that step.
+        A value that is no number is left out, with one warning a name. What is logged after the last step belongs to that step. A name
+        that every run has, `lr` say, becomes `user/lr`; without a scaler, `loss` is taken for the run's loss too.
         """
         values: dict[str, float | torch.Tensor] = {}
         for name, value in scalars.items():
             number = _number(value)
             if number is not None:
-                values[name] = number
+                values[f"user/{name}" if name in SCALARS else name] = number
             elif name not in self._unloggable:
                 self._unloggable.add(name)
                 say(f"ampscope: log({name}=...) needs a number, not {type(value).__name__}; it is left out")
@@ -172,6 +175,8 @@ def watch(
                 return LogWriter(beside, replace(header, layers=layers, kind="activations"), tensorboard=False)
 
             observers.append(Activations(exponents_every, open_stream))
+        if rank == 0:
+            observers.append(Advice(found.path))
         BACKENDS.warm()
     recorder = Recorder(
         scaler,
@@ -191,7 +196,11 @@ def watch(
         text = f"session {found.session} begins at step {found.first_step}"
         recorder.add_event(Event(found.first_step, "session", rank, message=text, data={"session": found.session}))
     made = Watch(scaler, recorder, writer, found.path if found else None)
-    _install(made)
+    try:
+        _install(made)
+    except TypeError as error:  # a class that cannot be derived from
+        made.close()
+        raise AmpscopeError(f"watch(): cannot watch a {type(scaler).__name__}: {error}") from error
     return made if scaler is None else scaler
 
 

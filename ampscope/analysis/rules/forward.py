@@ -91,7 +91,15 @@ def buffers(f: Facts) -> Finding | None:
 def _forward(f: Facts, rule: str, title: str, remedy: str, found: list[Event], more: str = "") -> Finding:
     e = found[0]
     pool = f.lost_loss_steps if e.data.get("loss_bad") else []
-    lost = f"The loss was non-finite at {count(len(pool), 'step')}: {listing(pool)}." if pool else ""
+    if e.data.get("role") == "hidden" and not pool:  # squashed before the loss: its steps are those that backward lost
+        first = min(e.step for e in found)
+        pool = [s for s, c in f.culprits.items() if c.data.get("nan") and s <= first]
+        more = f"{more} The value was squashed on its way to the loss, and broke backward."
+    lost = (
+        f"{'Gradients were' if e.data.get('role') == 'hidden' else 'The loss was'} non-finite at {count(len(pool), 'step')}: {listing(pool)}."
+        if pool
+        else ""
+    )
     return finding(
         rule,
         "error",
@@ -173,7 +181,7 @@ def reduction(f: Facts) -> Finding | None:
 
 def activation(f: Facts) -> Finding | None:
     """A module's forward output exceeds FP16 (or is NaN, in FP32 too)."""
-    found = births.of(f, "forward-overflow-activation")
+    found = births.of(f, "forward-overflow-activation") or _squashed(f)
     if not found:
         return _untraced(f)
     e = found[0]
@@ -188,6 +196,17 @@ def activation(f: Facts) -> Finding | None:
         remedy = f"""Run {place(e)} in FP32 (x.float() inside torch.autocast(device_type, enabled=False)), normalise or rescale
             what it computes, or train in BF16. {NO_SCALE}"""
     return _forward(f, "forward-overflow-activation", title, remedy, found)
+
+
+def _squashed(f: Facts) -> list[Event]:
+    """Return overflows in forward that were squashed before the loss (tanh of inf is 1), but not before backward broke on them."""
+    broken = {
+        (e.step, e.layers[:1])
+        for e in f.roots
+        if e.phase == "backward" and births.classify(e) == "backward-nan-finite-forward"
+    }
+    hidden = [e for e in f.traced("hidden") if e.phase == "forward" and (e.step, e.layers[:1]) in broken]
+    return [e for e in hidden if births.classify(e) == "forward-overflow-activation"]
 
 
 def _untraced(f: Facts) -> Finding | None:
