@@ -30,6 +30,8 @@ class Builder:
         observed = {k[9:]: v for k, v in got.items() if k.startswith("observed:")}
         observed.update({f"skipped/{k}": float(v > 0) for k, v in flags.items()})
         custom = {k[7:]: v for k, v in got.items() if k.startswith("custom:")}
+        if "user/loss" in custom:  # without a scaler nobody else knows it
+            got.setdefault("loss", custom["user/loss"])
         skipped = any(v > 0 for v in flags.values())
         scalars = {k: got[k] for k in SCALARS if k in got}
         scalars["skipped"] = float(skipped)

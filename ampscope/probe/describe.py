@@ -11,6 +11,7 @@ import torch
 from ampscope.log.rundir import RunClaim
 from ampscope.log.schema import Header
 from ampscope.probe import names
+from ampscope.probe.window import host_value
 
 
 def make_header(
@@ -60,13 +61,17 @@ def describe_scaler(scaler: Any) -> dict[str, Any]:
     if out["enabled"]:
         started = scaler._scale is not None  # watched in mid-training: one synchronisation, in watch() itself
         out |= {
-            "init_scale": float(scaler._scale if started else scaler._init_scale),
-            "growth_tracker": int(scaler._growth_tracker if started else scaler._init_growth_tracker),
+            "init_scale": _number(scaler._scale) if started else float(scaler._init_scale),
+            "growth_tracker": int(_number(scaler._growth_tracker) if started else scaler._init_growth_tracker),
             "growth_factor": float(scaler._growth_factor),
             "backoff_factor": float(scaler._backoff_factor),
             "growth_interval": int(scaler._growth_interval),
         }
     return out
+
+
+def _number(tensor: torch.Tensor) -> float:
+    return host_value(tensor if tensor.device.type == "cpu" else tensor.cpu())
 
 
 def spread(models: Mapping[str, torch.nn.Module], world: int) -> str:

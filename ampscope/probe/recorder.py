@@ -66,6 +66,8 @@ class Recorder(Guarded):
         self._build = Builder(rank)
         self._clock = time.perf_counter()
         self._boundary: Window | None = None
+        self._closed = self._begun_at = 0
+        """Records closed so far, and how many they were when the current step began."""
         self._deferred = False
         self._last: StepRecord | None = None
         self._amended: StepRecord | None = None
@@ -181,17 +183,20 @@ class Recorder(Guarded):
         """`scaler.step(optimizer)` begins (or `optimizer.step()` outside it)."""
         if self._carries_scale():
             self._begin(optimizer, self.in_scaler_call)
+        self._begun_at = self._closed
         self._each("before_optimizer_step", self, optimizer)
         if optimizer.param_groups and not (self.window.lr or (self._boundary is not None and self._boundary.lr)):
             self.window.lr = True
             self.window.fetch.put("lr", optimizer.param_groups[0].get("lr", float("nan")))
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """The step returned; it may have been skipped."""
-        self.window.stepped.append(id(optimizer))
-        if self._carries_scale():
-            self.window.ended.add(id(optimizer))
-        if not self.window.measuring and self._state.overflowed(optimizer):
+        """The step returned; it may have been skipped, and a subclass's `step` that updates has closed the record already."""
+        mine = self._begun_at == self._closed
+        if mine:
+            self.window.stepped.append(id(optimizer))
+            if self._carries_scale():
+                self.window.ended.add(id(optimizer))
+        if mine and not self.window.measuring and self._state.overflowed(optimizer):
             self._take(optimizer, unscaled=id(optimizer) in self.window.unscaled, skipped=True)
         self._each("after_optimizer_step", self, optimizer)
 
@@ -345,6 +350,7 @@ class Recorder(Guarded):
         fetch.put("time", time.time())
         self._clock = now
         fetch.send()
+        self._closed += 1
         self.step = window.step + 1
         self.window = self._open(self.step)
         pending = PendingRecord(window, self._build)

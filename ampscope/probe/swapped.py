@@ -22,7 +22,7 @@ def methods(scaler: Any, recorder: Recorder, close: Callable[[], None]) -> dict[
     def off(self: Any) -> bool:
         return not recorder.enabled or self is not scaler or torch.compiler.is_compiling()
 
-    def call(name: str, self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(name: str, self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             return getattr(original, name)(self, *args, **kwargs)
         except BaseException as error:
@@ -30,53 +30,55 @@ def methods(scaler: Any, recorder: Recorder, close: Callable[[], None]) -> dict[
             raise
 
     @hooks.wraps_method(original.scale)
-    def scale(self: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def scale(self: Any, *args: Any, **kwargs: Any) -> Any:
         if off(self):
-            return original.scale(self, outputs, *args, **kwargs)
+            return original.scale(self, *args, **kwargs)
         recorder.guarded("before_scale")
-        scaled = call("scale", self, outputs, *args, **kwargs)
-        recorder.guarded("after_scale", outputs, scaled)
+        scaled = call("scale", self, args, kwargs)
+        recorder.guarded("after_scale", first(args, kwargs), scaled)
         if isinstance(scaled, Iterator) and not isinstance(scaled, torch.Tensor):
             count = recorder.window.scale_calls
             return losses.lazily(scaled, lambda item: recorder.guarded("lazily_scaled", item, count))
         return scaled
 
     @hooks.wraps_method(original.unscale_)
-    def unscale_(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        if off(self) or not self._enabled:
-            return original.unscale_(self, optimizer, *args, **kwargs)
+    def unscale_(self: Any, *args: Any, **kwargs: Any) -> Any:
+        optimizer = first(args, kwargs)
+        if off(self) or not self._enabled or not hasattr(optimizer, "param_groups"):
+            return original.unscale_(self, *args, **kwargs)
         recorder.guarded("before_unscale", optimizer)
-        out = call("unscale_", self, optimizer, *args, **kwargs)
+        out = call("unscale_", self, args, kwargs)
         recorder.guarded("after_unscale", optimizer)
         return out
 
     @hooks.wraps_method(original.step)
-    def step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        if off(self):
-            return original.step(self, optimizer, *args, **kwargs)
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        optimizer = first(args, kwargs)
+        if off(self) or not hasattr(optimizer, "param_groups"):
+            return original.step(self, *args, **kwargs)
         recorder.in_scaler_call = recorder.in_scaler_step = True
         try:
             recorder.guarded("before_step", optimizer)
-            out = call("step", self, optimizer, *args, **kwargs)
+            out = call("step", self, args, kwargs)
             recorder.guarded("after_step", optimizer)
         finally:
             recorder.in_scaler_call = recorder.in_scaler_step = False
         return out
 
     @hooks.wraps_method(original.update)
-    def update(self: Any, new_scale: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def update(self: Any, *args: Any, **kwargs: Any) -> Any:
         if off(self):
-            return original.update(self, new_scale, *args, **kwargs)
-        recorder.guarded("before_update", new_scale)
-        out = call("update", self, new_scale, *args, **kwargs)
+            return original.update(self, *args, **kwargs)
+        recorder.guarded("before_update", first(args, kwargs))
+        out = call("update", self, args, kwargs)
         recorder.guarded("after_update")
         return out
 
     @hooks.wraps_method(original.get_scale)
-    def get_scale(self: Any) -> Any:
+    def get_scale(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not off(self):
             recorder.guarded("asked_scale")
-        return original.get_scale(self)
+        return original.get_scale(self, *args, **kwargs)
 
     def __enter__(self: Any) -> Any:
         return self
@@ -88,3 +90,8 @@ def methods(scaler: Any, recorder: Recorder, close: Callable[[], None]) -> dict[
         "scale": scale, "unscale_": unscale_, "step": step, "update": update, "get_scale": get_scale,
         "__enter__": __enter__, "__exit__": __exit__,
     }  # fmt: skip
+
+
+def first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the first argument, whatever a subclass calls it, or None."""
+    return args[0] if args else next(iter(kwargs.values()), None)

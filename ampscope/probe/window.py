@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -138,7 +138,7 @@ class Window:
     @property
     def busy(self) -> bool:
         """Whether anything happened that deserves a record."""
-        return bool(self.stepped or self.begun or self.losses)
+        return bool(self.stepped or self.begun or any(loss.differentiated for loss in self.losses))
 
     def absorb(self, later: Window) -> None:
         """Take in what came after an assumed end of record: it was one record after all."""
@@ -154,7 +154,7 @@ class Window:
         self.ended |= later.ended
         self.begun |= later.begun
         self.unscaled |= later.unscaled
-        self.events += later.events
+        self.events += [replace(e, step=self.step) if e.step == later.step else e for e in later.events]
         self.custom.update(later.custom)
         self.lr |= later.lr
         self.overhead += later.overhead
