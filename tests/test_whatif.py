@@ -84,6 +84,7 @@ def test_flushed_elements_are_counted_one_by_one(recorded, format):
             assert got.underflow_ratio[i] == got.underflow_ratio_low[i] == got.underflow_ratio_high[i]
             assert got.underflow_ratio[i] * len(came) == pytest.approx(got.flushed[i])
             assert got.already_zero_ratio[i] == (came == 0).mean()
+            assert got.zero_ratio[i] == pytest.approx((after == 0).mean())
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -94,6 +94,11 @@ class WhatIf:
     """What to do, a sentence each."""
     assumptions: tuple[str, ...]
 
+    @property
+    def zero_ratio(self) -> Array:
+        """`zeros` / `elements`: zero after the cast, for whatever reason."""
+        return self.already_zero_ratio + self.underflow_ratio
+
     def __str__(self) -> str:
         """Return a few lines for people: the worst layers, the window, the advice."""
         lines = [f"{self.format} at loss scale {power(self.scale)}, over {len(self.steps)} steps:"]
