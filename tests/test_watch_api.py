@@ -537,3 +537,107 @@ def test_a_session_may_begin_at_a_step_of_the_users(tmp_path):
     assert run.steps.tolist() == list(range(8))
     assert run.scalar("loss_scale").tolist() == [256.0] * 3 + [512.0] * 5
     assert run.session(0).scalar("loss_scale").tolist() == [256.0] * 5
+
+
+# Scalers of the users' own
+
+
+class Renaming(torch.amp.GradScaler):
+    """Calls its arguments otherwise, and takes more of them."""
+
+    def scale(self, loss, factor=1.0):
+        """Scale."""
+        return super().scale(loss * factor)
+
+    def step(self, opt, verbose=False):
+        """Step."""
+        return super().step(opt)
+
+
+class StepUpdates(torch.amp.GradScaler):
+    """Updates at the end of its step."""
+
+    def step(self, optimizer, *args, **kwargs):
+        """Step and update."""
+        out = super().step(optimizer, *args, **kwargs)
+        self.update()
+        return out
+
+
+class Final(torch.amp.GradScaler):
+    """A class that cannot be derived from."""
+
+    def __init_subclass__(cls, **kwargs):
+        raise TypeError("Final is final")
+
+
+def test_a_subclass_may_name_its_arguments_as_it_likes(tmp_path):
+    """Positional, by its names, and by GradScaler's."""
+    model, opt, _ = make()
+    scaler = ampscope.watch(Renaming("cpu"), model, log_dir=tmp_path, tensorboard=False)
+    for k in range(3):
+        opt.zero_grad()
+        scaler.scale(loss=forward(model, *batch(k)), factor=0.5).backward()
+        scaler.step(opt=opt, verbose=True)
+        scaler.update(new_scale=None)
+    ampscope.unwatch(scaler)
+    run = only_run(tmp_path)
+    assert run.steps.tolist() == [0, 1, 2]
+    assert np.isfinite(run.metric("grad_norm")).all()
+
+
+def test_a_subclass_whose_step_updates(tmp_path):
+    """One record a step."""
+    model, opt, _ = make()
+    scaler = ampscope.watch(StepUpdates("cpu"), model, log_dir=tmp_path, tensorboard=False)
+    for k in range(4):
+        opt.zero_grad()
+        scaler.scale(forward(model, *batch(k))).backward()
+        scaler.step(opt)
+    ampscope.unwatch(scaler)
+    run = only_run(tmp_path)
+    assert run.steps.tolist() == [0, 1, 2, 3]
+    assert np.isfinite(run.metric("grad_norm")).all()
+    assert (run.scalar("micro_steps") == 1).all()
+
+
+def test_a_class_that_cannot_be_derived_from_is_refused(tmp_path):
+    """In one line; the run's folder is free again, nothing listens."""
+    from torch.optim import optimizer as module
+
+    model, _, _ = make()
+    before = len(module._global_optimizer_pre_hooks)
+    with pytest.raises(ampscope.AmpscopeError, match="cannot watch a Final: Final is final"):
+        ampscope.watch(Final("cpu"), model, log_dir=tmp_path, run="r", tensorboard=False)
+    assert len(module._global_optimizer_pre_hooks) == before
+    ampscope.unwatch(ampscope.watch(make()[2], model, log_dir=tmp_path, run="r", tensorboard=False))
+
+
+def test_names_that_every_run_has_are_not_taken(tmp_path):
+    """`log(lr=...)` is kept as `user/lr`; without a scaler `log(loss=...)` is the loss."""
+    model, opt, scaler = make()
+    ampscope.watch(scaler, model, log_dir=tmp_path / "a", tensorboard=False)
+    ampscope.handle(scaler).log(lr=5.0, loss=7.0)
+    train(model, opt, scaler, 1)
+    ampscope.unwatch(scaler)
+    run = only_run(tmp_path / "a")
+    assert run.scalar("lr").tolist() == [1e-3]
+    assert run.scalar("user/lr").tolist() == [5.0]
+    assert run.scalar("loss")[0] != 7.0
+    assert run.scalar("user/loss").tolist() == [7.0]
+    with ampscope.watch(None, model, optimizer=opt, log_dir=tmp_path / "b", tensorboard=False) as made:
+        loss = forward(model, *batch(0), dtype=torch.bfloat16)
+        loss.backward()
+        made.log(loss=loss)
+        opt.step()
+    np.testing.assert_allclose(only_run(tmp_path / "b").scalar("loss"), [loss.item()], rtol=1e-6)
+
+
+def test_a_stray_call_of_scale_is_no_record(tmp_path):
+    """A known way to read the scale; nothing is back-propagated."""
+    model, opt, scaler = make()
+    ampscope.watch(scaler, model, log_dir=tmp_path, tensorboard=False)
+    train(model, opt, scaler, 2)
+    scaler.scale(torch.ones(()))
+    ampscope.unwatch(scaler)
+    assert only_run(tmp_path).steps.tolist() == [0, 1]
