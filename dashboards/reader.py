@@ -168,6 +168,15 @@ class RunStore:
             return self._wake.wait_for(lambda: not self._jobs, timeout)
 
     def _work(self) -> None:
+        try:
+            self._work_on()
+        finally:  # a bug ends this thread with its traceback; whoever asks next starts another
+            with self._wake:
+                self._jobs.clear()
+                self._worker = None
+                self._wake.notify_all()
+
+    def _work_on(self) -> None:
         chunks = 0
         while True:
             with self._wake:
@@ -175,7 +184,8 @@ class RunStore:
                     self._wake.wait()
                 job = self._jobs[-1]
             source, family, rank = job
-            while time.monotonic() - self._asked_at < MAKE_WAY:
+            began = time.monotonic()  # many viewers ask all the time: they delay a summary, and do not stop it
+            while time.monotonic() - self._asked_at < MAKE_WAY and time.monotonic() - began < 5 * MAKE_WAY:
                 time.sleep(MAKE_WAY / 4)
             try:
                 more = source.scan_chunk(family, rank)

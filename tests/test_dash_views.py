@@ -192,6 +192,28 @@ def test_the_worker_makes_the_summaries(tmp_path, monkeypatch):
     assert source.table("grad_norm", 0, None, None, 50).done == 1.0
 
 
+def test_a_worker_that_broke_is_replaced(tmp_path, monkeypatch):
+    """A bug in one summary ends its thread, not every later summary."""
+    bulk_run(tmp_path, 3_000, 4, batch=500)
+    monkeypatch.setattr("ampscope_dashboards.source.RAW_CELLS", 10)
+    monkeypatch.setattr("ampscope_dashboards.source.SMALL", 10)
+    monkeypatch.setattr("ampscope_dashboards.reader.MAKE_WAY", 0.001)
+    monkeypatch.setattr("threading.excepthook", lambda args: None)
+    store = RunStore(tmp_path)
+    source = store.source("bulk")
+
+    def broken(family, rank):
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(source, "scan_chunk", broken)
+        source.table("grad_norm", 0, None, None, 50)
+        assert store.finish_reading(timeout=20)
+    source.table("grad_norm", 0, None, None, 50)
+    assert store.finish_reading(timeout=20)
+    assert source.table("grad_norm", 0, None, None, 50).done == 1.0
+
+
 # Store
 
 
