@@ -295,6 +295,27 @@ def test_a_forked_child_measures():
     assert os.waitstatus_to_exitcode(status) == 0
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_fork_while_numba_is_imported_leaves_a_usable_child():
+    """A DataLoader's worker, forked right after `watch`, imports numba itself: no lock is left held."""
+    pytest.importorskip("numba")
+    code = """
+import os, sys
+from ampscope.probe.stats import BACKENDS
+BACKENDS.warm()
+child = os.fork()
+if child == 0:
+    import numba
+    from ampscope.probe.stats import measure
+    import torch
+    os._exit(0 if measure([torch.ones(3)]).resolve().exponents[0, 127] == 3 else 1)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    env = dict(os.environ, OMP_NUM_THREADS="1")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_a_short_script_ends_cleanly_while_the_kernel_is_compiled(tmp_path):
     """The interpreter ends in the middle of compiling, with an empty cache: no crash, no message."""
     code = """

@@ -18,6 +18,9 @@ from ampscope.probe.stats.parts import Copying, Here, Part
 PATIENCE = 3e-8
 """Seconds an element for which the CPU kernel is waited for: what torch operations would take."""
 
+LONGEST = 30.0
+"""Seconds a fork waits for the loading at most (a few when numba compiles for the first time, else under one)."""
+
 
 class Backends:
     """The backends of this process.
@@ -32,7 +35,7 @@ class Backends:
         self._triton: Any = False
         """The CUDA kernel, False before its first use, None if it does not work here."""
         if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self._forked)
+            os.register_at_fork(before=self._forking, after_in_child=self._forked)
 
     def warm(self, wait: bool = False) -> None:
         """Begin loading the CPU kernel; with `wait`, return when it is there (or cannot be)."""
@@ -101,6 +104,11 @@ class Backends:
         except (NumbaError, RuntimeError):  # no compiler for this processor, or switched off: torch operations serve
             return
         self._kernel = kernel
+
+    def _forking(self) -> None:
+        """Let the loading end before the process forks: a child inherits the import locks of threads it does not have."""
+        if self._thread is not None and self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(LONGEST)
 
     def _forked(self) -> None:
         """Begin anew in a forked child. Where the parent was still loading, the child stays with torch operations."""
