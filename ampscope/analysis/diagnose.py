@@ -41,14 +41,10 @@ def summary(run: Run) -> str:
     start = sum(len(b) for b in facts.blocks if b.at_start)
     probes = sum(len(b) for b in facts.blocks if b.after_growth and not b.at_start)
     growths = sum(e.kind == "growth" for e in facts.events)
-    parts = [
-        f"{count(skipped, 'step')} of {facts.n:,} skipped" if skipped else f"none of {count(facts.n, 'step')} skipped"
-    ]
-    if skipped:
-        rest = skipped - start - probes
-        kinds = ((start, "while the scale found its level"), (probes, "right after a doubling"), (rest, "in between"))
-        told = [f"{n} {what}" for n, what in kinds if n]
-        parts = [f"{parts[0]} ({', '.join(told)})" if len(told) > 1 else f"{parts[0]}, {told[0].split(' ', 1)[1]}"]
+    of = count(facts.n, "step")
+    kinds = ((start, "finding the scale"), (probes, "after a doubling"), (skipped - start - probes, "in between"))
+    why = ", ".join(f"{n} {what}" if n < skipped else what for n, what in kinds if n)
+    parts = [f"{skipped:,} of {of} skipped ({why})" if skipped else f"none of {of} skipped"]
     if facts.enabled:
         grown = f", doubled {growths} times" if growths > 1 else ", doubled once" if growths else ""
         parts.append(f"loss scale {digits(float(facts.scale[-1]))}{grown}")

@@ -75,11 +75,11 @@ def plain(value: Any) -> Any:
 
 
 def digits(x: float) -> str:
-    """Return a number with few significant digits, powers of two as such: 65536 → "2^16", 0.000123 → "1.2e-04"."""
+    """Return a number with few significant digits, powers of two from 64 on and below 1 as such: 65536 → "2^16", 1200 → "1200"."""
     if not math.isfinite(x):
         return "NaN" if x != x else "inf" if x > 0 else "-inf"
-    if x > 0 and (x >= 4096 or x < 1):
+    if x > 0 and (x >= 64 or x < 1):
         mantissa, exponent = math.frexp(x)
         if mantissa == 0.5:
             return f"2^{exponent - 1}"
-    return f"{x:.3g}"
+    return f"{x:.0f}" if 100 <= abs(x) < 1e6 else f"{x:.3g}"
