@@ -36,7 +36,14 @@ def mlp(watch, seed):
     """A classifier with the default scaler and Adam."""
     torch.manual_seed(seed)
     model, (x, y) = MLP(16, 32, 32, 4), classes()
-    train(watch, model, lambda s, m: F.cross_entropy(model(batches(x, y, s)[0]), batches(x, y, s)[1]), steps=40, optimizer="adam", init_scale=2.0**16)
+    train(
+        watch,
+        model,
+        lambda s, m: F.cross_entropy(model(batches(x, y, s)[0]), batches(x, y, s)[1]),
+        steps=40,
+        optimizer="adam",
+        init_scale=2.0**16,
+    )
 
 
 @healthy
@@ -54,7 +61,15 @@ def growing(watch, seed):
     """A short growth interval: the scale probes upwards and is cut back, again and again."""
     torch.manual_seed(seed)
     model, (x, y) = MLP(16, 32, 4), classes()
-    train(watch, model, lambda s, m: F.cross_entropy(model(x).float(), y), steps=80, optimizer="adam", init_scale=2.0**14, growth_interval=8)
+    train(
+        watch,
+        model,
+        lambda s, m: F.cross_entropy(model(x).float(), y),
+        steps=80,
+        optimizer="adam",
+        init_scale=2.0**14,
+        growth_interval=8,
+    )
 
 
 class ConvNet(nn.Module):
@@ -62,7 +77,12 @@ class ConvNet(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.c1, self.b1, self.c2, self.b2 = nn.Conv2d(1, 6, 3, padding=1), nn.BatchNorm2d(6), nn.Conv2d(6, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.c1, self.b1, self.c2, self.b2 = (
+            nn.Conv2d(1, 6, 3, padding=1),
+            nn.BatchNorm2d(6),
+            nn.Conv2d(6, 8, 3, padding=1),
+            nn.BatchNorm2d(8),
+        )
         self.head = nn.Linear(8, 4)
 
     def forward(self, x):
@@ -86,7 +106,16 @@ def cnn(watch, seed):
                 model(x)
             model.train()
 
-    train(watch, model, lambda s, m: F.cross_entropy(model(x), y), steps=16, optimizer="momentum", lr=1e-2, init_scale=2.0**16, after=evaluate)
+    train(
+        watch,
+        model,
+        lambda s, m: F.cross_entropy(model(x), y),
+        steps=16,
+        optimizer="momentum",
+        lr=1e-2,
+        init_scale=2.0**16,
+        after=evaluate,
+    )
 
 
 class Block(nn.Module):
@@ -95,7 +124,12 @@ class Block(nn.Module):
     def __init__(self, d, heads):
         super().__init__()
         self.n1, self.n2, self.heads = nn.LayerNorm(d), nn.LayerNorm(d), heads
-        self.qkv, self.out, self.up, self.down = nn.Linear(d, 3 * d), nn.Linear(d, d), nn.Linear(d, 2 * d), nn.Linear(2 * d, d)
+        self.qkv, self.out, self.up, self.down = (
+            nn.Linear(d, 3 * d),
+            nn.Linear(d, d),
+            nn.Linear(d, 2 * d),
+            nn.Linear(2 * d, d),
+        )
 
     def forward(self, x, mask):
         """Attend, then transform."""
@@ -111,7 +145,14 @@ def transformer(watch, seed):
     """A causal language model with padding: −inf masks are meant."""
     torch.manual_seed(seed)
     d, t = 16, 8
-    model = nn.ModuleDict({"emb": nn.Embedding(30, d), "blocks": nn.ModuleList([Block(d, 2), Block(d, 2)]), "norm": nn.LayerNorm(d), "head": nn.Linear(d, 30)})
+    model = nn.ModuleDict(
+        {
+            "emb": nn.Embedding(30, d),
+            "blocks": nn.ModuleList([Block(d, 2), Block(d, 2)]),
+            "norm": nn.LayerNorm(d),
+            "head": nn.Linear(d, 30),
+        }
+    )
 
     def loss_of(step, micro):
         ids = torch.randint(1, 30, (4, t))
@@ -132,7 +173,13 @@ def transformer(watch, seed):
 def encoder_layer(watch, seed):
     """torch's own TransformerEncoderLayer with a causal mask and padding."""
     torch.manual_seed(seed)
-    model = nn.ModuleDict({"inp": nn.Linear(6, 16), "enc": nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True), "head": nn.Linear(16, 1)})
+    model = nn.ModuleDict(
+        {
+            "inp": nn.Linear(6, 16),
+            "enc": nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True),
+            "head": nn.Linear(16, 1),
+        }
+    )
     causal = nn.Transformer.generate_square_subsequent_mask(7)
 
     def loss_of(step, micro):
@@ -492,7 +539,14 @@ def checkpointed(watch, seed):
 
     torch.manual_seed(seed)
     model, (x, y) = nn.ModuleDict({"a": MLP(16, 32, 16), "b": MLP(16, 32, 4)}), classes()
-    train(watch, model, lambda s, m: F.cross_entropy(model["b"](checkpoint(model["a"], x, use_reentrant=False)), y), steps=15, optimizer="adam", init_scale=2.0**16)
+    train(
+        watch,
+        model,
+        lambda s, m: F.cross_entropy(model["b"](checkpoint(model["a"], x, use_reentrant=False)), y),
+        steps=15,
+        optimizer="adam",
+        init_scale=2.0**16,
+    )
 
 
 @healthy

@@ -7,8 +7,8 @@ import logging
 import pytest
 
 from ampscope.probe import advice
-from tests.casing import play
 from tests.cases import forward_overflow_activation, scaler_useless_with_bf16
+from tests.casing import play
 from tests.healthy import RUNS
 
 

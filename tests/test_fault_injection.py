@@ -72,5 +72,9 @@ def test_a_fault_in_backward_at_one_step_is_named(layer, value, tmp_path):
 def test_a_fault_in_forward_from_one_step_on_is_named(layer, value, tmp_path):
     """The tracer, armed by the first non-finite loss, names the layer; the record the first step."""
     finding = play(injected(layer, value, "forward"), tmp_path).first
-    assert (finding.rule, finding.phase, finding.layers[0]) == ("forward-overflow-activation", "forward", f"layers.{layer}")
+    assert (finding.rule, finding.phase, finding.layers[0]) == (
+        "forward-overflow-activation",
+        "forward",
+        f"layers.{layer}",
+    )
     assert finding.steps[0] == AT

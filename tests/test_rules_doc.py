@@ -11,7 +11,16 @@ from ampscope.analysis.rules import IDS, RULES
 
 DOC = (Path(__file__).parents[1] / "docs" / "rules.md").read_text()
 SECTIONS = {m.group(1): m.group(2) for m in re.finditer(r"^## (\S+)\n(.*?)(?=^## |\Z)", DOC, re.M | re.S)}
-PARTS = ("**Severity**", "**Symptom.**", "**Why.**", "**How ampscope sees it.**", "**Remedy.**", "# before", "# after", "**False alarm?**")
+PARTS = (
+    "**Severity**",
+    "**Symptom.**",
+    "**Why.**",
+    "**How ampscope sees it.**",
+    "**Remedy.**",
+    "# before",
+    "# after",
+    "**False alarm?**",
+)
 
 
 def test_every_rule_is_documented_and_no_other():

@@ -21,7 +21,6 @@ PER_STEP = 0.3
 """Share of the good steps after which the learning rate moved, from which the schedule is one a step rather than one an epoch."""
 NO_GRADS_SHARE = 0.2
 """Share of the steps without a gradient from which it is no exception."""
-WRONG_ORDER = "unscale_() is being called after step()"
 
 
 def _loop(
@@ -110,7 +109,7 @@ def update_missing(f: Facts) -> Finding | None:
             where=e.where,
             numbers={"complete_steps": e.data.get("records")},
         )
-    e = f.raised("step() has already been called") or f.raised(WRONG_ORDER)
+    e = f.raised("step() has already been called") or f.raised("unscale_() is being called after step()")
     if e is None:
         return None
     return _loop(
