@@ -256,3 +256,51 @@ def test_the_backward_thread_of_cuda_is_seen():
     with ampscope.trace(model, quiet=True) as found:
         model(torch.ones(2, 4, device="cuda")).mean().backward()
     assert found.operations > 2
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("where", [0, 5, 11])
+def test_flags_that_stay_on_the_device_name_the_same_layer(where, backward):
+    """The path for CUDA, forced on the CPU: no value is read until the end, then one copy tells."""
+    from ampscope.probe import report
+    from ampscope.probe.places import Places
+    from ampscope.probe.tracer import OpTracer
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Layer() for _ in range(LAYERS)], nn.Linear(8, 1))
+    model[where].fault = (float("inf"), backward)
+    tracer = OpTracer(Places({"": model}), {}, deferred=True)
+    tracer.enter()
+    with torch.autocast("cpu", dtype=torch.float16):
+        loss = model(torch.randn(4, 8)).float().pow(2).mean()
+    tracer.see_loss(loss)
+    loss.backward()
+    tracer.passive = True
+    for p in model.parameters():
+        tracer.see_gradient(p.grad)
+    tracer.leave()
+    assert not tracer.trace.births
+    tracer.deferred.send()
+    assert tracer.deferred.ready()
+    tracer.deferred.settle(tracer.trace)
+    root = report.step(tracer, 0)[0]
+    assert root.phase == ("backward" if backward else "forward")
+    assert root.layers[0] == str(where)
+
+
+def test_a_mask_is_no_fault_on_a_device_either():
+    """A causal -inf mask, flags on the device."""
+    from ampscope.probe.places import Places
+    from ampscope.probe.tracer import OpTracer
+
+    torch.manual_seed(0)
+    model = Masked(False)
+    tracer = OpTracer(Places({"": model}), {}, deferred=True)
+    tracer.enter()
+    with torch.autocast("cpu", dtype=torch.float16):
+        loss = model(torch.randn(2, 4, 8)).float().mean()
+    loss.backward()
+    tracer.leave()
+    tracer.deferred.send()
+    tracer.deferred.settle(tracer.trace)
+    assert not tracer.trace.births

@@ -61,6 +61,7 @@ class ArmedTracer(Observer):
         self._failed = False
         self._buffers_bad: set[str] = set()
         self._found: set[tuple[str, str, str]] = set()
+        self._late: list[tuple[OpTracer, int, bool]] = []
         self._suspicious = False
         self._called = False
         self._targets: list[torch.nn.Module] = []
@@ -75,6 +76,10 @@ class ArmedTracer(Observer):
         self._next_audit = recorder.step + self._interval
         self._targets = [m for root in recorder.models.values() for m in callable_roots(root)]
         self._arm_hooks()
+
+    def closing(self, recorder: Recorder) -> None:
+        """What was traced and has not been told yet is told now."""
+        self._settle(recorder, wait=True)
 
     def closed(self) -> None:
         """Take everything out."""
@@ -116,7 +121,12 @@ class ArmedTracer(Observer):
             if self._tracer is not None:
                 self._tracer.passive = False
                 self._tracer.see_inputs((args, kwargs))
-        elif not module.training and self._evals < EVAL_TRACES and self._tracer is None and not _get_current_dispatch_mode_stack():
+        elif (
+            not module.training
+            and self._evals < EVAL_TRACES
+            and self._tracer is None
+            and not _get_current_dispatch_mode_stack()
+        ):
             self._eval_tracer = OpTracer(self._places, self._parameters(), training=False)
             self._eval_tracer.see_inputs((args, kwargs))
             self._eval_tracer.enter()
@@ -173,6 +183,7 @@ class ArmedTracer(Observer):
     def before_update(self, recorder: Recorder, new_scale: Any) -> None:
         """Close the tracer with its step and report."""
         self._close(recorder)
+        self._settle(recorder)
         if recorder.looks_bad() or self._audit_due():
             self._see_buffers(recorder)
 
@@ -190,12 +201,23 @@ class ArmedTracer(Observer):
         self._traced += 1
         if self._armed:
             self._armed -= 1
-        events = report.step(tracer, recorder.step)
-        if self._audit:
-            events.append(report.audit(tracer, recorder.step))
-            self._audit = False
-        for event in events:
+        audit, self._audit = self._audit, False
+        if tracer.deferred.any:
+            tracer.deferred.send()
+            self._late.append((tracer, recorder.step, audit))
+        else:
+            self._report(recorder, tracer, recorder.step, audit)
+
+    def _report(self, recorder: Recorder, tracer: OpTracer, step: int, audit: bool) -> None:
+        for event in [*report.step(tracer, step), *([report.audit(tracer, step)] if audit else [])]:
             recorder.add_event(event)
+
+    def _settle(self, recorder: Recorder, wait: bool = False) -> None:
+        """Report steps traced on a device whose flags have arrived."""
+        while self._late and (wait or self._late[0][0].deferred.ready()):
+            tracer, step, audit = self._late.pop(0)
+            tracer.deferred.settle(tracer.trace)
+            self._report(recorder, tracer, step, audit)
 
     def after_update(self, recorder: Recorder) -> None:
         """Arm, if the record that was just closed (or an earlier one, on a device) gave reason."""
@@ -243,7 +265,12 @@ class ArmedTracer(Observer):
         skipped = record.scalars.get("skipped", 0.0) > 0
         self._since_growth += 1
         early = record.step - self._start < FREE_STEPS
-        if loss != loss or loss in (float("inf"), float("-inf")) or nan or (skipped and (early or self._since_growth > 1)):
+        if (
+            loss != loss
+            or loss in (float("inf"), float("-inf"))
+            or nan
+            or (skipped and (early or self._since_growth > 1))
+        ):
             self._suspicious = True
         if any(e.kind == "growth" for e in record.events):
             self._since_growth = 0
@@ -262,5 +289,12 @@ class ArmedTracer(Observer):
             modules = tuple(dict.fromkeys(b.rpartition(".")[0] for b in bad))
             text = f"buffers became non-finite: {', '.join(bad[:4])}"
             recorder.add_event(
-                Event(recorder.step, "nonfinite", phase="forward", layers=modules, message=text, data={"topic": "buffers", "buffers": bad})
+                Event(
+                    recorder.step,
+                    "nonfinite",
+                    phase="forward",
+                    layers=modules,
+                    message=text,
+                    data={"topic": "buffers", "buffers": bad},
+                )
             )

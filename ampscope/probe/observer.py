@@ -54,5 +54,8 @@ class Observer:
     def resolved(self, record: StepRecord) -> None:
         """A record's numbers are on the host. May run on the writer's thread; may add to `record.events` and `record.observed`."""
 
+    def closing(self, recorder: Recorder) -> None:
+        """The last record is closed; events added now are still written."""
+
     def closed(self) -> None:
         """`unwatch`, interpreter exit or a fault: remove everything that was installed."""

@@ -244,6 +244,7 @@ class Recorder(Guarded):
             self._finish()
         elif self.window.custom:
             self._submit(Amended(self.amended, self.window.custom))
+        self._each("closing", self)
         if self.window.events:
             self._submit_events(self.window.events)
             self.window.events = []

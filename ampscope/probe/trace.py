@@ -92,6 +92,9 @@ class trace:
         for _, p in names.collect(self._models):
             if p.grad is not None:
                 self._tracer.see_gradient(p.grad)
+        if self._tracer.deferred.any:
+            self._tracer.deferred.send()
+            self._tracer.deferred.settle(seen)
         if not (seen.loss_bad or seen.gradients_bad):
             # Nobody told us the loss: what was born in forward and not healed into a gradient is reported as it is.
             seen.loss_bad = any(b.phase == "forward" and not b.meant for b in seen.births)

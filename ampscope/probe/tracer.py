@@ -18,6 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ampscope.probe.deferred import Deferred
 from ampscope.probe.places import Place, Places
 
 GARBAGE = {
@@ -139,7 +140,9 @@ class Trace:
 class OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's base is untyped
     """The dispatch mode. `enter` and `leave` may be called from different functions; `trace` fills meanwhile."""
 
-    def __init__(self, places: Places, parameters: Mapping[int, str], training: bool = True) -> None:
+    def __init__(
+        self, places: Places, parameters: Mapping[int, str], training: bool = True, deferred: bool = False
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.trace = Trace()
         self._places, self._training = places, training
@@ -155,6 +158,9 @@ class OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
         """Storage of an FP16 copy → the parameter it was cast from."""
         self._open = False
         self.passive = False
+        self._force_deferred = deferred
+        """Treat tensors of the host as if they lay on a device; for tests."""
+        self.deferred = Deferred()
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -210,7 +216,9 @@ class OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
 
     def see_loss(self, loss: torch.Tensor) -> None:
         """Note the loss that goes into `scale()`."""
-        if host(loss) and summary(loss)[0]:
+        if self._away(loss):
+            self.deferred.see(loss, loss=True)
+        elif host(loss) and summary(loss)[0]:
             self.trace.loss_bad = True
             roots = self._taint.get(_key(loss), frozenset())
             for root in roots:
@@ -220,7 +228,9 @@ class OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
 
     def see_gradient(self, grad: torch.Tensor) -> None:
         """Note a parameter's gradient: births that reached it are not healed."""
-        if host(grad) and summary(grad)[0]:
+        if self._away(grad):
+            self.deferred.see(grad, loss=False)
+        elif host(grad) and summary(grad)[0]:
             self.trace.gradients_bad = True
             for root in self._taint.get(_key(grad), frozenset()):
                 self.trace.births[root].healed = False
@@ -236,6 +246,8 @@ class OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
         mutable = func._schema.is_mutable
         inputs = [t for t in _tensors((args, kwargs)) if t.dtype in FLOATS]
         before = [summary(t) for t in inputs if host(t)] if mutable else None
+        away = [t for t in inputs if self._away(t)]
+        flags = self.deferred.before(away, _key) if away else []
         kept = (
             [t.detach().clone() if isinstance(t, torch.Tensor) and t.numel() < 1 << 20 else t for t in args]
             if mutable and before
@@ -244,8 +256,35 @@ class OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
         out = func(*args, **kwargs)
         if name not in GARBAGE:
             self.trace.ops += 1
+            if away or self._force_deferred:
+                outputs = [t for t in _tensors(out) if t.dtype in FLOATS and t.numel() and self._away(t)]
+                if outputs:
+                    self._look_later(name, away, flags, outputs)
+                    return out
             self._look(func, name, args, kwargs, inputs, before, kept, out)
         return out
+
+    def _away(self, t: torch.Tensor) -> bool:
+        """Whether a tensor's values can only be asked for, not read."""
+        plain = t.layout is torch.strided and type(t) in (torch.Tensor, torch.nn.Parameter) and t.numel() > 0
+        return plain and t.device.type != "meta" and (self._force_deferred or t.device.type != "cpu")
+
+    def _look_later(
+        self, name: str, inputs: list[torch.Tensor], flags: list[torch.Tensor], outputs: list[torch.Tensor]
+    ) -> None:
+        """Keep flags of an operation on a device; they are read when the step is over."""
+        backward = torch._C._current_graph_task_id() != -1
+        sequence = None if backward else _sequence()
+        place = self._nodes.get(-1 if sequence is None else sequence, (None, ""))[0]
+        if not backward and place is None:
+            place = self._places.here()
+            if sequence is not None:
+                self._nodes[sequence] = (place, name)
+        if not backward and name in MATMULS:
+            kind = str(outputs[0].dtype).removeprefix("torch.")
+            self.trace.matmuls[kind] = self.trace.matmuls.get(kind, 0) + 1
+        birth = self._placed(name, inputs, outputs[0], backward, place)
+        self.deferred.after(birth, name, inputs, flags, outputs, _key, name in CONSTANTS, name in LOGS)
 
     def _look(
         self, func: Any, name: str, args: Any, kwargs: Any, inputs: list[torch.Tensor], before: Any, kept: Any, out: Any
@@ -318,10 +357,10 @@ class OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
             self.trace.opaque_place = self._places.here()
         return frozenset()
 
-    def _birth(
-        self, func: Any, name: str, args: Any, kwargs: Any, inputs: list[torch.Tensor], states: Any, kept: Any, worst: torch.Tensor,
-        backward: bool, place: Place | None,
-    ) -> Birth:  # fmt: skip
+    def _placed(
+        self, name: str, inputs: list[torch.Tensor], worst: torch.Tensor, backward: bool, place: Place | None
+    ) -> Birth:
+        """Return a birth with what is known without looking at values: where it belongs, node, dtype, kind."""
         node = torch._C._current_autograd_node() if backward else None
         node_name, custom, forward_op = "", None, ""
         if backward:
@@ -339,12 +378,11 @@ class OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
                     place = Place(place.modules, place.types, found.where, found.function)
         place = place or self._places.here()
         recomputed = backward and place.recomputed
-        largest = max((m for _, m in states), default=float("nan"))
         birth = Birth(
             name, place, "backward" if backward and not recomputed else "forward", node_name, custom,
             str(worst.dtype).removeprefix("torch."), max((t.numel() for t in inputs), default=worst.numel()),
         )  # fmt: skip
-        birth.input_max, birth.recomputed, birth.forward_op = largest, recomputed, forward_op
+        birth.recomputed, birth.forward_op = recomputed, forward_op
         birth.cast = name == "_to_copy"
         birth.reduction = name in REDUCTIONS
         birth.softmax = "softmax" in name
@@ -352,6 +390,15 @@ class OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
         birth.from_input = any(_key(t) in self._inputs for t in inputs)
         found_names = (self._parameters.get(t.data_ptr()) or self._casts.get(_key(t)) for t in inputs)
         birth.parameter = next((n for n in found_names if n), "")
+        return birth
+
+    def _birth(
+        self, func: Any, name: str, args: Any, kwargs: Any, inputs: list[torch.Tensor], states: Any, kept: Any, worst: torch.Tensor,
+        backward: bool, place: Place | None,
+    ) -> Birth:  # fmt: skip
+        birth = self._placed(name, inputs, worst, backward, place)
+        node_name = birth.node
+        birth.input_max = max((m for _, m in states), default=float("nan"))
         birth.producer = next((self._producer.get(_key(t), "") for t in inputs if _key(t) in self._producer), "")
         if birth.softmax and inputs and host(inputs[0]):
             birth.masked_rows = bool(torch.isneginf(inputs[0]).all(-1).any().numpy())

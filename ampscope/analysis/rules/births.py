@@ -55,7 +55,9 @@ def _backward(event: Event, scale: float) -> str:
     d = event.data
     if d.get("custom_function"):
         return "backward-overflow-custom-function"
-    node = f"{d.get('autograd_node', '')} {d.get('producer', '')}"
+    node = str(d.get("autograd_node", ""))
+    if d.get("cast"):  # the overflow of what another node made: that one is to blame
+        node += f" {d.get('producer', '')}"
     rstd = d.get("rstd_max")
     if (NORMALISATION.search(node) or NORMALISATION.search(event.op)) and (rstd is None or rstd > RSTD_LARGE):
         return "backward-overflow-norm-eps"
