@@ -30,6 +30,11 @@ def cases() -> dict[str, torch.Tensor]:
     almost[17, :299] = 0
     one_row, one_column = torch.ones(30, 40), torch.ones(40, 30)
     one_row[11], one_column[:, 7] = 0, -0.0
+    long = torch.zeros(4, 70_001)
+    long[1], long[2, 69_999:] = 1.0, -1.0
+    long[1, ::3] = 0
+    narrow = torch.relu(normal(30_000, 3, scale=1.0))
+    narrow[:, 1] = 0
     grid = normal(5000, scale=2.0**-22, dtype=torch.float16).float()
     specials = torch.tensor([0.0, -0.0, 1.0, -1.0, 2.0**-126, 2.0**-127, 2.0**-149, 2.0**127, 3.4028234663852886e38])
     beyond = [1e300, -1e-300, 5e-324, 1e-40, 2.0**200, 2.0**-140, 2.0**-127, 2.0**-126, 2.0**128, 0.0, 1.0]
@@ -64,6 +69,10 @@ def cases() -> dict[str, torch.Tensor]:
         "one zero row": one_row,
         "one zero column": one_column,
         "one zero column, FP64": one_column.double(),
+        "rows longer than a chunk": long,
+        "rows longer than a chunk, FP64": long.double(),
+        "three columns": narrow,
+        "one column": narrow[:, :1].contiguous(),
         "relu": torch.relu(normal(300, 300)),
         "transposed": normal(60, 40).t(),
         "strided": normal(100, 60)[::2, ::3],

@@ -131,15 +131,25 @@ def test_more_than_two_to_the_31_elements(backend):
     assert stats.sum_squares.tolist() == [2.25 * 2**32, 3 * 2**32 / 16]
 
 
-def test_chunks_reach_beyond_two_to_the_31():
-    """The table of chunks covers a tensor of 2^32 + 5 elements exactly, in int64."""
+@pytest.mark.parametrize(
+    ("size", "height", "width"),
+    [(2**32 + 5, 0, 0), (2**32 + 12, 2, 2**31 + 6), (3 * 2**31, 2**31, 3), (70_000 * 3, 3, 70_000)],
+)
+def test_chunks_reach_beyond_two_to_the_31(size, height, width, monkeypatch):
+    """The table of chunks covers each tensor exactly once, in int64; a matrix in whole rows or in pieces of one."""
     kernels = pytest.importorskip("ampscope.probe.stats.kernels")
-    size = 2**32 + 5
-    chunks = kernels.table(np.array([3, 0, size]))
+    chunks = kernels.table(np.array([3, 0, size]), np.array([[0, 0], [0, 0], [height, width]]))
     assert chunks.dtype == np.int64
-    assert chunks[0].tolist() == [0, 0]
-    assert chunks[-1].tolist() == [2, 2**32]
-    assert len(chunks) == 1 + -(-size // kernels.CHUNK)
+    assert chunks[0].tolist() == [0, 0, 3]
+    mine = chunks[1:]
+    assert (mine[:, 0] == 2).all()
+    assert mine[0, 1] == 0
+    assert (mine[1:, 1] == (mine[:, 1] + mine[:, 2])[:-1]).all()
+    assert mine[-1, 1] + mine[-1, 2] == size
+    assert mine[:, 2].max() <= kernels.CHUNK
+    if height:
+        whole = mine[:, 2] % width == 0
+        assert whole.all() or (mine[:, 1] // width == (mine[:, 1] + mine[:, 2] - 1) // width).all()
 
 
 def test_the_kernel_reads_the_right_address_beyond_two_to_the_31(tmp_path):
@@ -149,9 +159,20 @@ def test_the_kernel_reads_the_right_address_beyond_two_to_the_31(tmp_path):
     array = np.memmap(tmp_path / "sparse", np.float32, "w+", shape=(begin + n,))
     array[begin:] = -3.0
     out, counter = np.zeros((1, rows.WIDTH), np.int64), np.zeros(1, np.int64)
-    sums = np.zeros(1)
-    chunks, where, size = np.array([[0, begin]]), np.array([array.ctypes.data]), np.array([begin + n])
-    kernels.work(counter.ctypes.data, chunks, where, size, np.array([False]), out, np.zeros((1, 1)), sums)
+    sums, shapes, starts = np.zeros(1), np.zeros((1, 2), np.int64), np.zeros(2, np.int64)
+    chunks, where = np.array([[0, begin, n]]), np.array([array.ctypes.data])
+    kernels.work(
+        counter.ctypes.data,
+        chunks,
+        where,
+        shapes,
+        np.array([False]),
+        out,
+        np.zeros((1, 1)),
+        np.zeros(0, np.uint64),
+        starts,
+        sums,
+    )
     assert out[0, rows.HISTOGRAM + 128] == n
     assert out[0, rows.ZEROS] == 0
     assert sums[0] == 9 * n

@@ -13,15 +13,28 @@ import numba
 import numpy as np
 
 from ampscope.probe.stats.jit import jit
-from ampscope.probe.stats.rows import EXACT, HISTOGRAM, LOW_BITS, MAX, NAN, NEG_INF, POS_INF, SQUARES, TOP, ZEROS
+from ampscope.probe.stats.lines import CHUNK, empty_lines, join_notes, note
+from ampscope.probe.stats.rows import (
+    EXACT,
+    HISTOGRAM,
+    LOW_BITS,
+    MAX,
+    NAN,
+    NEG_INF,
+    POS_INF,
+    SQUARES,
+    TOP,
+    ZERO_COLS,
+    ZERO_ROWS,
+    ZEROS,
+)
 from ampscope.probe.stats.vector import GROUP, LANES, count, keep_marked, lowest_bit, pointer, split, take
 
-CHUNK = 1 << 16
-"""Elements a thread takes at a time."""
 BLOCK = 1 << 12
 """Elements of one block."""
 
 _GROUPS = BLOCK // GROUP
+_ONE = np.uint64(1)
 _MAGNITUDE, _MANTISSA, _INF = np.uint32(0x7FFFFFFF), np.uint32(0x7FFFFF), np.uint32(0x7F800000)
 
 
@@ -50,14 +63,15 @@ def _special32(bits: Any, row: Any) -> Any:
 
 
 @jit()
-def _scalar32(bits: Any, row: Any) -> Any:
-    """Count a few elements; return the sum of squares."""
+def _scalar32(bits: Any, row: Any, blanks: Any) -> Any:
+    """Count up to 64 elements, note the zeros in blanks[0]; return the sum of squares."""
     squares = 0.0
-    low, top = np.uint32(0), np.uint32(0)
+    low, top, blank = np.uint32(0), np.uint32(0), np.uint64(0)
     for i in range(len(bits)):
         magnitude = np.uint32(bits[i] & _MAGNITUDE)
         if magnitude == 0:
             row[ZEROS] += 1
+            blank |= _ONE << np.uint64(i)
             continue
         if magnitude >= _INF:
             row[NAN] += magnitude > _INF
@@ -74,14 +88,15 @@ def _scalar32(bits: Any, row: Any) -> Any:
         squares += x * x
     row[LOW_BITS] |= np.int64(low & _MANTISSA)
     row[TOP] = max(row[TOP], np.int64(top))
+    blanks[0] = blank
     return squares
 
 
 @jit()
-def _block32(address: Any, groups: Any, row: Any, keys: Any, marks: Any, spare: Any, found: Any) -> Any:
+def _block32(address: Any, groups: Any, row: Any, blanks: Any, keys: Any, marks: Any, spare: Any, found: Any) -> Any:
     """Count whole groups of 64 FP32 elements; return the sum of squares."""
     key_address, mark_address, row_address = keys.ctypes.data, marks.ctypes.data, row.ctypes.data
-    squares = split(address, groups, key_address, mark_address, found.ctypes.data)
+    squares = split(address, groups, key_address, mark_address, blanks.ctypes.data, found.ctypes.data)
     row[ZEROS] += found[3]
     row[HISTOGRAM] += found[4]
     first, last = found[2] + 1, found[1] >> 23
@@ -114,24 +129,25 @@ def _block32(address: Any, groups: Any, row: Any, keys: Any, marks: Any, spare: 
 
 
 @jit()
-def _chunk32(address: Any, n: Any, row: Any, keys: Any, marks: Any, spare: Any, found: Any) -> Any:
-    """Count n FP32 elements; return the sum of squares."""
+def _chunk32(address: Any, n: Any, row: Any, blanks: Any, keys: Any, marks: Any, spare: Any, found: Any) -> Any:
+    """Count n FP32 elements, note the zeros as bits of `blanks`; return the sum of squares."""
     squares = 0.0
     whole = n // GROUP
     done = 0
     while done < whole:
         groups = min(_GROUPS, whole - done)
-        squares += _block32(address + done * (4 * GROUP), groups, row, keys, marks, spare, found)
+        here = address + done * (4 * GROUP)
+        squares += _block32(here, groups, row, blanks[done:], keys, marks, spare, found)
         done += groups
     if n > whole * GROUP:
         rest = numba.carray(pointer(address + whole * (4 * GROUP)), (n - whole * GROUP,), np.uint32)
-        squares += _scalar32(rest, row)
+        squares += _scalar32(rest, row, blanks[whole:])
     return squares
 
 
 @jit()
-def _chunk64(address: Any, n: Any, row: Any, largest: Any) -> Any:
-    """Count n FP64 elements; return the sum of squares.
+def _chunk64(address: Any, n: Any, row: Any, blanks: Any, largest: Any) -> Any:
+    """Count n FP64 elements, note the zeros as bits of `blanks`; return the sum of squares.
 
     Exponents clamp to FP32's range; a clamped element is no exact power. The mantissa is cut to 23 bits, the last
     of them set if more follow.
@@ -139,10 +155,12 @@ def _chunk64(address: Any, n: Any, row: Any, largest: Any) -> Any:
     bits = numba.carray(pointer(address), (n,), np.uint64)
     values = numba.carray(pointer(address), (n,), np.float64)
     squares, top, low = 0.0, 0.0, np.int64(0)
+    blanks[: (n + GROUP - 1) // GROUP] = 0
     for i in range(n):
         magnitude = np.int64(bits[i] & np.uint64(0x7FFFFFFFFFFFFFFF))
         if magnitude == 0:
             row[ZEROS] += 1
+            blanks[i // GROUP] |= _ONE << np.uint64(i % GROUP)
             continue
         raw, fraction = magnitude >> 52, magnitude & 0xFFFFFFFFFFFFF
         if raw == 0x7FF:
@@ -163,66 +181,109 @@ def _chunk64(address: Any, n: Any, row: Any, largest: Any) -> Any:
 
 
 @jit()
-def table(sizes: Any) -> Any:
-    """Return the chunks of tensors of these sizes, [m, 2]: tensor, first element.
+def table(sizes: Any, shapes: Any) -> Any:
+    """Return the chunks of tensors, [m, 3]: tensor, first element, elements.
 
-    All int64: a tensor may have more than 2^31 elements.
+    A chunk of a matrix (`shapes`, [n, 2]: height, width; height 0 where there is none) is whole rows, or a piece of one row
+    where that is longer than CHUNK. All int64: a tensor may have more than 2^31 elements.
     """
     m = 0
     for t in range(len(sizes)):
-        m += (sizes[t] + CHUNK - 1) // CHUNK
-    chunks = np.empty((m, 2), np.int64)
+        line, step = _chunking(sizes[t], shapes[t, 0], shapes[t, 1])
+        m += sizes[t] // line * ((line + step - 1) // step) if line else 0
+    chunks = np.empty((m, 3), np.int64)
     k = 0
     for t in range(len(sizes)):
-        for begin in range(0, sizes[t], CHUNK):
-            chunks[k, 0] = t
-            chunks[k, 1] = begin
-            k += 1
+        line, step = _chunking(sizes[t], shapes[t, 0], shapes[t, 1])
+        for start in range(0, sizes[t] if line else 0, max(line, 1)):
+            for begin in range(start, start + line, step):
+                chunks[k, 0] = t
+                chunks[k, 1] = begin
+                chunks[k, 2] = min(step, start + line - begin)
+                k += 1
     return chunks
 
 
 @jit()
-def work(counter: Any, chunks: Any, addresses: Any, sizes: Any, wide: Any, out: Any, largest: Any, sums: Any) -> None:
+def _chunking(size: Any, height: Any, width: Any) -> Any:
+    """Return (line, step): each `line` elements are cut into chunks of `step`."""
+    if height == 0:
+        return size, CHUNK
+    if width > CHUNK:
+        return width, CHUNK
+    return size, CHUNK // width * width
+
+
+@jit()
+def work(
+    counter: Any,
+    chunks: Any,
+    addresses: Any,
+    shapes: Any,
+    wide: Any,
+    out: Any,
+    largest: Any,
+    seen: Any,
+    starts: Any,
+    sums: Any,
+) -> None:
     """Take chunks in turn until none is left.
 
     Args:
         counter: address of the int64 that says which chunk is next.
         chunks: what `table` returned.
         addresses: int64 [n], where each tensor is.
-        sizes: int64 [n], its elements.
-        wide: bool [n], whether they are FP64.
+        shapes: int64 [n, 2], height and width of a matrix.
+        wide: bool [n], whether the elements are FP64.
         out: this thread's rows, int64 [n, WIDTH].
         largest: this thread's largest magnitudes of FP64 tensors, float64 [n, 1].
+        seen: this thread's notes on columns and rows, uint64; see `lines.py`.
+        starts: int64 [n + 1], where in `seen` the notes on each tensor begin.
         sums: float64 [m], a sum of squares a chunk, so that the total does not depend on which thread took what.
-
     """
     keys, spare = np.empty(BLOCK, np.uint8), np.empty(BLOCK, np.uint8)
     marks, found = np.empty(_GROUPS, np.uint64), np.empty(6, np.int64)
+    blanks = np.empty(CHUNK // GROUP + 2, np.uint64)
     while True:
         k = take(counter)
         if k >= len(chunks):
             return
-        t, begin = chunks[k, 0], chunks[k, 1]
-        n = min(CHUNK, sizes[t] - begin)
+        t, begin, n = chunks[k, 0], chunks[k, 1], chunks[k, 2]
+        zeros = out[t, ZEROS]
         if wide[t]:
-            sums[k] = _chunk64(addresses[t] + begin * 8, n, out[t], largest[t])
+            sums[k] = _chunk64(addresses[t] + begin * 8, n, out[t], blanks, largest[t])
         else:
-            sums[k] = _chunk32(addresses[t] + begin * 4, n, out[t], keys, marks, spare, found)
+            sums[k] = _chunk32(addresses[t] + begin * 4, n, out[t], blanks, keys, marks, spare, found)
+        if shapes[t, 0]:
+            notes = seen[starts[t] : starts[t + 1]]
+            out[t, ZERO_ROWS] += note(begin, n, out[t, ZEROS] - zeros, shapes[t, 1], blanks, notes)
 
 
 @jit()
-def join(out: Any, other: Any) -> None:
-    """Add another thread's rows to `out`."""
+def join(out: Any, other: Any, seen: Any, others: Any, starts: Any, shapes: Any) -> None:
+    """Add another thread's rows and notes to `out` and `seen`."""
     for t in range(len(out)):
         low, top = out[t, LOW_BITS] | other[t, LOW_BITS], max(out[t, TOP], other[t, TOP])
         for k in range(out.shape[1]):
             out[t, k] += other[t, k]
         out[t, LOW_BITS], out[t, TOP] = low, top
+        join_notes(shapes[t, 1], seen[starts[t] : starts[t + 1]], others[starts[t] : starts[t + 1]])
 
 
 @jit()
-def finish(out: Any, reals: Any, largest: Any, sums: Any, chunks: Any, sizes: Any, wide: Any) -> None:
-    """Fill `reals` [n, 2] from the rows, each thread's FP64 maxima [threads, n, 1], and the chunks' sums."""
+def finish(
+    out: Any,
+    reals: Any,
+    largest: Any,
+    seen: Any,
+    starts: Any,
+    sums: Any,
+    chunks: Any,
+    shapes: Any,
+    sizes: Any,
+    wide: Any,
+) -> None:
+    """Fill `reals` [n, 2] and the columns of rows and columns from what the threads left."""
     for k in range(len(chunks)):
         reals[chunks[k, 0], SQUARES] += sums[k]
     for t in range(len(out)):
@@ -237,3 +298,10 @@ def finish(out: Any, reals: Any, largest: Any, sums: Any, chunks: Any, sizes: An
             reals[t, MAX] = np.float64(out[t, TOP]) * 2.0**-149
         else:
             reals[t, MAX] = np.float64(top.view(np.float32))
+        if shapes[t, 0]:
+            rows, cols = empty_lines(shapes[t, 0], shapes[t, 1], seen[starts[t] : starts[t + 1]])
+            out[t, ZERO_ROWS] += rows
+            out[t, ZERO_COLS] = cols
+        else:
+            out[t, ZERO_ROWS] = -1
+            out[t, ZERO_COLS] = -1

@@ -16,8 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ampscope.probe.stats import kernels, rows
-from ampscope.probe.stats.lines import lines
+from ampscope.probe.stats import kernels, lines, rows
 
 ALONE = 1 << 18
 """Elements below which a second thread costs more than it brings."""
@@ -117,19 +116,18 @@ class CpuKernel:
 
     def _run(self, addresses: Any, sizes: Any, shapes: Any, wide: Any) -> tuple[rows.Ints, rows.Reals]:
         n, used = len(sizes), 2 if self._threads > 1 and sizes.sum() >= ALONE else 1
-        chunks = kernels.table(sizes)
+        chunks, starts = kernels.table(sizes, shapes), lines.note_starts(shapes)
         out, largest = np.zeros((used, n, rows.WIDTH), np.int64), np.zeros((used, n, 1))
-        sums = np.zeros(len(chunks))
-        self._share(used, kernels.work, lambda w: (chunks, addresses, sizes, wide, out[w], largest[w], sums))
+        seen, sums = np.zeros((used, starts[-1]), np.uint64), np.zeros(len(chunks))
+        self._share(
+            used,
+            kernels.work,
+            lambda w: (chunks, addresses, shapes, wide, out[w], largest[w], seen[w], starts, sums),
+        )
         ints, reals = out[0], np.zeros((n, 2))
         if used == 2:
-            kernels.join(ints, out[1])
-        ints[:, rows.ZERO_ROWS : rows.ZERO_COLS + 1] = -1
-        todo = np.flatnonzero(shapes[:, 0])
-        if len(todo):
-            both = 2 if used == 2 and (ints[todo, rows.ZEROS] >= shapes[todo].min(axis=1)).any() else 1
-            self._share(both, lines, lambda _: (todo, addresses, sizes, shapes, wide, ints))
-        kernels.finish(ints, reals, largest, sums, chunks, sizes, wide)
+            kernels.join(ints, out[1], seen[0], seen[1], starts, shapes)
+        kernels.finish(ints, reals, largest, seen[0], starts, sums, chunks, shapes, sizes, wide)
         return ints, reals
 
     def _share(self, threads: int, function: Callable[..., None], args: Callable[[int], tuple[Any, ...]]) -> None:
@@ -148,17 +146,22 @@ class CpuKernel:
 def stages(kernel: CpuKernel) -> Iterator[Callable[[], object]]:
     """Yield calls that compile everything, or load it from numba's cache, a few seconds each at most."""
     single, double = np.zeros(2 * kernels.BLOCK + 3, np.float32), np.zeros(4)
-    where, sizes, wide = (
-        np.array([single.ctypes.data, double.ctypes.data]),
-        np.array([single.size, 4]),
-        np.array([False, True]),
-    )
-    shapes = np.array([[single.size, 1], [2, 2]])
-    yield lambda: kernels.table(sizes)
-    out = np.zeros((2, 2, rows.WIDTH), np.int64)
-    yield lambda: kernels.join(out[0], out[1])
+    sizes, shapes, wide = np.array([single.size, 4]), np.array([[single.size, 1], [2, 2]]), np.array([False, True])
+    out, seen, starts = np.zeros((2, 2, rows.WIDTH), np.int64), np.zeros((2, 0), np.uint64), np.zeros(3, np.int64)
+    chunks, nothing = kernels.table, np.zeros_like(shapes)
+    yield lambda: chunks(sizes, shapes)
+    yield lambda: lines.note_starts(shapes)
+    yield lambda: kernels.join(out[0], out[1], seen[0], seen[1], starts, nothing)
     yield lambda: kernels.finish(
-        out[0], np.zeros((2, 2)), np.zeros((2, 2, 1)), np.zeros(2), kernels.table(sizes), sizes, wide
+        out[0],
+        np.zeros((2, 2)),
+        np.zeros((2, 2, 1)),
+        seen[0],
+        starts,
+        np.zeros(2),
+        chunks(sizes, nothing),
+        nothing,
+        sizes,
+        wide,
     )
-    yield lambda: kernel.run(where, sizes, [0, 0], [1])
-    yield lambda: kernel.run(where, sizes, shapes[:, 0], [1])
+    yield lambda: kernel.run([single.ctypes.data, double.ctypes.data], sizes, shapes[:, 0], [1])

@@ -84,17 +84,17 @@ class _Builder:
 
 
 @intrinsic
-def split(_typing: Any, address: Any, groups: Any, keys: Any, marks: Any, result: Any) -> Any:
+def split(_typing: Any, address: Any, groups: Any, keys: Any, marks: Any, blanks: Any, result: Any) -> Any:
     """Read groups of 64 FP32 elements; return the sum of their squares in FP64.
 
     Writes the biased exponent of each to `keys` (uint8), a bit for each finite or infinite non-zero element without
-    mantissa to `marks` (uint64 a group; FP32 subnormals have none set), and six int64 to `result`: OR of the bit
-    patterns, largest magnitude as a bit pattern, least non-zero exponent - 1 (255 if there is none), zeros, FP32
-    subnormals, bits set in `marks`.
+    mantissa to `marks` (uint64 a group; FP32 subnormals have none set), a bit for each zero to `blanks`, and six int64 to
+    `result`: OR of the bit patterns, largest magnitude as a bit pattern, least non-zero exponent - 1 (255 if there is
+    none), zeros, FP32 subnormals, bits set in `marks`.
     """
 
     def build(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        address, groups, keys, marks, result = args
+        address, groups, keys, marks, blanks, result = args
         f, b = _Builder(builder), builder
         low, top = f.variable(_V32, 0), f.variable(_V32, 0)
         least = f.variable(_KEYS, 255)
@@ -117,7 +117,9 @@ def split(_typing: Any, address: Any, groups: Any, keys: Any, marks: Any, result
             b.store(key, f.at(keys, b.mul(loop.index, _i64(GROUP)), _KEYS), align=1)
             f.update(least, f.least, b.sub(key, _splat(_KEYS, 1)))
             lowest = b.bitcast(b.icmp_unsigned("==", key, _splat(_KEYS, 0)), _I64)
-            f.update(zeros, b.add, b.ctpop(b.and_(word, lowest)))
+            blank = b.and_(word, lowest)
+            b.store(blank, f.at(blanks, b.mul(loop.index, _i64(8)), _I64))
+            f.update(zeros, b.add, b.ctpop(blank))
             f.update(subnormal, b.add, b.ctpop(b.and_(b.not_(word), lowest)))
             word = b.and_(word, b.not_(lowest))
             f.update(marked, b.add, b.ctpop(word))
@@ -129,7 +131,7 @@ def split(_typing: Any, address: Any, groups: Any, keys: Any, marks: Any, result
         halves = [b.fadd(b.load(sums[i]), b.load(sums[i + 1])) for i in (0, 2)]
         return f.fold(b.fadd(*halves), b.fadd)
 
-    return types.float64(*[types.int64] * 5), build
+    return types.float64(*[types.int64] * 6), build
 
 
 @intrinsic
@@ -182,6 +184,16 @@ def lowest_bit(_typing: Any, word: Any) -> Any:
 
     def build(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         return builder.cttz(args[0], ir.Constant(_I1, 1))
+
+    return types.uint64(types.uint64), build
+
+
+@intrinsic
+def bits_set(_typing: Any, word: Any) -> Any:
+    """Return how many bits of a uint64 are set."""
+
+    def build(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.ctpop(args[0])
 
     return types.uint64(types.uint64), build
 
