@@ -7,20 +7,17 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from ampscope.probe import names
 from ampscope.record.step import Layer
 
-Index = np.ndarray[Any, np.dtype[np.int64]]
-
 
 class Plan:
     """The parameters of one optimizer as last seen, and their layers."""
 
-    __slots__ = ("groups", "index", "kind", "label", "optimizer", "params")
+    __slots__ = ("groups", "kind", "label", "optimizer", "params", "places")
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, label: str, params: list[torch.Tensor], index: list[int]
@@ -30,7 +27,7 @@ class Plan:
         self.label = label
         self.groups = [list(group["params"]) for group in optimizer.param_groups]
         self.params = params
-        self.index: Index = np.array(index, np.int64)
+        self.places = index
 
     def fits(self, groups: list[dict[str, Any]]) -> bool:
         """Whether the optimizer still holds exactly these parameters (300 of them take 10 µs to compare)."""

@@ -22,23 +22,17 @@ def take(window: Window, plan: Plan, back_by: torch.Tensor | None = None) -> Non
 
     `back_by`: the scale by which gradients that are unscaled already are multiplied again.
     """
-    params, index = plan.params, plan.index.tolist()
-    if not window.measured.isdisjoint(index):
-        left = [k for k, at in enumerate(index) if at not in window.measured]
-        params, index = [params[k] for k in left], [index[k] for k in left]
-    grads: list[torch.Tensor] = []
-    where: list[int] = []
-    missing: list[int] = []
-    for param, at in zip(params, index, strict=True):
-        grad = param.grad
-        if grad is None:
-            missing.append(at)
-        else:
-            grads.append(grad)
-            where.append(at)
-    window.measured.update(where)
-    if missing:
+    params, where = plan.params, plan.places
+    if not window.measured.isdisjoint(where):
+        left = [k for k, at in enumerate(where) if at not in window.measured]
+        params, where = [params[k] for k in left], [where[k] for k in left]
+    found = [param.grad for param in params]
+    grads = [grad for grad in found if grad is not None]
+    if len(grads) < len(found):
+        missing = [at for at, grad in zip(where, found, strict=True) if grad is None]
+        where = [at for at, grad in zip(where, found, strict=True) if grad is not None]
         window.taken.append(Taken(NOTHING, np.array(missing, np.int64), measure([])))
+    window.measured.update(where)
     if back_by is None:
         _add(window, where, grads)
         return
