@@ -357,9 +357,7 @@ def not_restored(f: Facts) -> Finding | None:
     if found is None:
         return None
     at, before, told = found
-    burst = 0
-    while at + burst < f.n and f.skipped[at + burst]:
-        burst += 1
+    burst = next((b.last + 1 - at for b in f.blocks if b.first <= at <= b.last), 0)
     if not burst and before is None:
         return None
     known = f", although the session before had settled at {power(before)}" if before is not None else ""
