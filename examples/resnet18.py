@@ -84,7 +84,9 @@ def main():
             folders[name] = ampscope.handle(scaler).run_dir
             seconds = train(model, optimizer, scaler, batches(args.steps, batch, size, device), device)
         median[name] = sorted(seconds)[len(seconds) // 2]
-        memory[name] = f"{torch.cuda.max_memory_allocated() / 2**30:.2f} GiB" if device == "cuda" else "not measured on a CPU"
+        memory[name] = (
+            f"{torch.cuda.max_memory_allocated() / 2**30:.2f} GiB" if device == "cuda" else "not measured on a CPU"
+        )
         print(f"{name:4}  {median[name] * 1e3:8.1f} ms a step   peak memory {memory[name]}   run {folders[name]}")
 
     ratio = median["FP32"] / median["AMP"]
@@ -92,7 +94,9 @@ def main():
 
     # A restart: everything is saved, built anew and loaded. Without the scaler's state the loss scale would begin anew.
     checkpoint = folders["AMP"] / "checkpoint.pt"
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict()}, checkpoint)
+    torch.save(
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict()}, checkpoint
+    )
     state = torch.load(checkpoint, map_location=device)
     model, optimizer, scaler = build(True, device)
     model.load_state_dict(state["model"])

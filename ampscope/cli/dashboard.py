@@ -12,10 +12,22 @@ from ampscope.errors import LogError
 
 @click.command("dashboard")
 @click.argument("logdir")
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to serve on; anything but loopback shows the logs to others.")
+@click.option(
+    "--host",
+    default="127.0.0.1",
+    show_default=True,
+    help="Address to serve on; anything but loopback shows the logs to others.",
+)
 @click.option("--port", default=8060, show_default=True, help="Port, or the next free one.")
-@click.option("--url-prefix", default="/", show_default=True, help="Path under which a reverse proxy shows the dashboard.")
-@click.option("--allow-host", multiple=True, metavar="NAME", help="A further name to be called by, e.g. behind a reverse proxy. May be repeated.")
+@click.option(
+    "--url-prefix", default="/", show_default=True, help="Path under which a reverse proxy shows the dashboard."
+)
+@click.option(
+    "--allow-host",
+    multiple=True,
+    metavar="NAME",
+    help="A further name to be called by, e.g. behind a reverse proxy. May be repeated.",
+)
 @click.option("--no-browser", is_flag=True, help="Do not open a browser.")
 def command(logdir: str, host: str, port: int, url_prefix: str, allow_host: tuple[str, ...], no_browser: bool) -> int:
     """Show the runs in LOGDIR as live charts in the browser. Ctrl-C ends it.

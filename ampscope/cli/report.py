@@ -11,7 +11,13 @@ from ampscope.cli.runs import choose
 
 @click.command("report")
 @click.argument("logdir")
-@click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE.html", help="Where to write it; default RUN.html here.")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE.html",
+    help="Where to write it; default RUN.html here.",
+)
 @click.option("--run", "name", metavar="NAME", help="Report this run, not the newest one.")
 @click.option("--force", is_flag=True, help="Overwrite the file.")
 def command(logdir: str, output: Path | None, name: str | None, force: bool) -> int:
