@@ -19,10 +19,10 @@ CASES = stats_cases.cases()
 EXPECTED = {name: stats_cases.reference(tensor) for name, tensor in CASES.items()}
 
 
-def by_numba(tensors, threads=1):
+def by_numba(tensors, threads=1, team=None):
     """Measure with a numba kernel of its own."""
     numba_cpu = pytest.importorskip("ampscope.probe.stats.numba_cpu")
-    return rows.to_stats(*numba_cpu.CpuKernel(threads).measure(tensors))
+    return rows.to_stats(*numba_cpu.CpuKernel(threads, team).measure(tensors))
 
 
 def by_torch(tensors):
@@ -94,13 +94,37 @@ def test_arbitrary_bit_patterns(dtype, view, width, data):
     stats_cases.assert_equal(by_torch([tensor]), 0, expected, "torch")
 
 
-def test_two_threads_count_what_one_counts():
-    """The threads take chunks in turn; sums do not depend on who took what."""
+@pytest.mark.parametrize("kind", ["Thread", "OpenMP"])
+@pytest.mark.parametrize("threads", [2, 5])
+def test_threads_count_what_one_counts(kind, threads):
+    """The threads take chunks in turn; sums do not depend on who took what. Places may be left over or lacking."""
+    stats_team = pytest.importorskip("ampscope.probe.stats.team")
+    team = stats_team.Thread() if kind == "Thread" else stats_team.find_team()
+    if type(team).__name__ != kind:
+        pytest.skip("torch uses another OpenMP runtime here")
     g = torch.Generator().manual_seed(1)
     tensors = [torch.relu(torch.randn(700, 613, generator=g)) for _ in range(3)] + list(CASES.values())
-    one, two = by_numba(tensors, 1), by_numba(tensors, 2)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        one, more = by_numba(tensors, 1), by_numba(tensors, threads, team)
+    finally:
+        torch.set_num_threads(before)
     for field in (*stats_cases.INTEGERS, "max_abs", "sum_squares"):
-        np.testing.assert_array_equal(getattr(one, field), getattr(two, field), err_msg=field)
+        np.testing.assert_array_equal(getattr(one, field), getattr(more, field), err_msg=field)
+
+
+def test_as_many_threads_as_torch_uses():
+    """`torch.set_num_threads(1)` holds for the statistics too."""
+    stats_team = pytest.importorskip("ampscope.probe.stats.team")
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            assert stats_team.OpenMP(None, 0).size() == threads
+            assert stats_team.Thread().size() == min(threads, len(os.sched_getaffinity(0)), 2)
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_torch_operations_in_slices(monkeypatch):
@@ -158,24 +182,12 @@ def test_the_kernel_reads_the_right_address_beyond_two_to_the_31(tmp_path):
     begin, n = 2**31 + kernels.CHUNK, 5000
     array = np.memmap(tmp_path / "sparse", np.float32, "w+", shape=(begin + n,))
     array[begin:] = -3.0
-    out, counter = np.zeros((1, rows.WIDTH), np.int64), np.zeros(1, np.int64)
-    sums, shapes, starts = np.zeros(1), np.zeros((1, 2), np.int64), np.zeros(2, np.int64)
     chunks, where = np.array([[0, begin, n]]), np.array([array.ctypes.data])
-    kernels.work(
-        counter.ctypes.data,
-        chunks,
-        where,
-        shapes,
-        np.array([False]),
-        out,
-        np.zeros((1, 1)),
-        np.zeros(0, np.uint64),
-        starts,
-        sums,
-    )
-    assert out[0, rows.HISTOGRAM + 128] == n
-    assert out[0, rows.ZEROS] == 0
-    assert sums[0] == 9 * n
+    job = kernels.make_job(1, chunks, where, np.zeros((1, 2), np.int64), np.array([False]), np.zeros(2, np.int64))
+    kernels.member(job.header.ctypes.data)
+    assert job.out[0, 0, rows.HISTOGRAM + 128] == n
+    assert job.out[0, 0, rows.ZEROS] == 0
+    assert job.sums[0] == 9 * n
 
 
 class Ops(TorchDispatchMode):

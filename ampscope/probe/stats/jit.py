@@ -11,6 +11,14 @@ import numba.extending
 intrinsic: Callable[[Any], Any] = numba.extending.intrinsic
 
 
+def c_function(signature: Any, function: Any) -> Any:
+    """Compile a function that C code may call; keep it on disk where that is possible."""
+    try:
+        return numba.cfunc(signature, nopython=True, cache=True)(function)
+    except RuntimeError:  # numba found no folder for it
+        return numba.cfunc(signature, nopython=True)(function)
+
+
 def jit(**options: Any) -> Callable[[Any], Any]:
     """Return a decorator: compile to run without the interpreter lock, keep the code on disk where that is possible."""
 

@@ -7,12 +7,13 @@ scattered increments. FP64, and what is left of a tensor after whole groups of 6
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
+from numba import types
 
-from ampscope.probe.stats.jit import jit
+from ampscope.probe.stats.jit import c_function, jit
 from ampscope.probe.stats.lines import CHUNK, empty_lines, join_notes, note
 from ampscope.probe.stats.rows import (
     EXACT,
@@ -24,6 +25,7 @@ from ampscope.probe.stats.rows import (
     POS_INF,
     SQUARES,
     TOP,
+    WIDTH,
     ZERO_COLS,
     ZERO_ROWS,
     ZEROS,
@@ -215,32 +217,11 @@ def _chunking(size: Any, height: Any, width: Any) -> Any:
 
 
 @jit()
-def work(
-    counter: Any,
-    chunks: Any,
-    addresses: Any,
-    shapes: Any,
-    wide: Any,
-    out: Any,
-    largest: Any,
-    seen: Any,
-    starts: Any,
+def _work(
+    counter: Any, chunks: Any, addresses: Any, shapes: Any, wide: Any, out: Any, largest: Any, seen: Any, starts: Any,
     sums: Any,
-) -> None:
-    """Take chunks in turn until none is left.
-
-    Args:
-        counter: address of the int64 that says which chunk is next.
-        chunks: what `table` returned.
-        addresses: int64 [n], where each tensor is.
-        shapes: int64 [n, 2], height and width of a matrix.
-        wide: bool [n], whether the elements are FP64.
-        out: this thread's rows, int64 [n, WIDTH].
-        largest: this thread's largest magnitudes of FP64 tensors, float64 [n, 1].
-        seen: this thread's notes on columns and rows, uint64; see `lines.py`.
-        starts: int64 [n + 1], where in `seen` the notes on each tensor begin.
-        sums: float64 [m], a sum of squares a chunk, so that the total does not depend on which thread took what.
-    """
+) -> None:  # fmt: skip
+    """Take chunks in turn until none is left; for the arguments see `Job`."""
     keys, spare = np.empty(BLOCK, np.uint8), np.empty(BLOCK, np.uint8)
     marks, found = np.empty(_GROUPS, np.uint64), np.empty(6, np.int64)
     blanks = np.empty(CHUNK // GROUP + 2, np.uint64)
@@ -259,15 +240,88 @@ def work(
             out[t, ZERO_ROWS] += note(begin, n, out[t, ZEROS] - zeros, shapes[t, 1], blanks, notes)
 
 
+class Job(NamedTuple):
+    """What a team works on, for n tensors in m chunks and `team` threads; `header` ties it together for `member`."""
+
+    header: np.ndarray[Any, np.dtype[np.int64]]
+    """Threads that have begun, chunks taken, team, n, m, words of a thread's `seen`; then the arrays' addresses."""
+    chunks: np.ndarray[Any, np.dtype[np.int64]]
+    """[m, 3], what `table` returned."""
+    addresses: np.ndarray[Any, np.dtype[np.int64]]
+    """[n], where each tensor is."""
+    shapes: np.ndarray[Any, np.dtype[np.int64]]
+    """[n, 2], height and width of a matrix."""
+    wide: np.ndarray[Any, np.dtype[np.bool_]]
+    """[n], whether the elements are FP64."""
+    out: np.ndarray[Any, np.dtype[np.int64]]
+    """[team, n, WIDTH], the threads' rows."""
+    largest: np.ndarray[Any, np.dtype[np.float64]]
+    """[team, n, 1], the threads' largest magnitudes of FP64 tensors."""
+    seen: np.ndarray[Any, np.dtype[np.uint64]]
+    """[team, words], the threads' notes on columns and rows; see `lines.py`."""
+    starts: np.ndarray[Any, np.dtype[np.int64]]
+    """[n + 1], where in a thread's notes those on each tensor begin."""
+    sums: np.ndarray[Any, np.dtype[np.float64]]
+    """[m], a sum of squares a chunk, so that the total does not depend on which thread took what."""
+
+
+_HEADER = 6
+
+
+def make_job(team: int, chunks: Any, addresses: Any, shapes: Any, wide: Any, starts: Any) -> Job:
+    """Return a job of which nothing is done."""
+    n, m, words = len(addresses), len(chunks), int(starts[-1])
+    arrays = (
+        chunks, addresses, shapes, wide, np.zeros((team, n, WIDTH), np.int64), np.zeros((team, n, 1)),
+        np.zeros((team, words), np.uint64), starts, np.zeros(m),
+    )  # fmt: skip
+    return Job(np.array([0, 0, team, n, m, words, *(a.ctypes.data for a in arrays)]), *arrays)
+
+
 @jit()
-def join(out: Any, other: Any, seen: Any, others: Any, starts: Any, shapes: Any) -> None:
-    """Add another thread's rows and notes to `out` and `seen`."""
-    for t in range(len(out)):
-        low, top = out[t, LOW_BITS] | other[t, LOW_BITS], max(out[t, TOP], other[t, TOP])
-        for k in range(out.shape[1]):
-            out[t, k] += other[t, k]
-        out[t, LOW_BITS], out[t, TOP] = low, top
-        join_notes(shapes[t, 1], seen[starts[t] : starts[t + 1]], others[starts[t] : starts[t + 1]])
+def member(job: Any) -> None:
+    """Do a part of the job whose header is at the address `job`: take a place among its threads if one is left."""
+    header = numba.carray(pointer(job), (_HEADER + 9,), np.int64)
+    me = take(job)
+    team, n, m, words = header[2], header[3], header[4], header[5]
+    if me >= team:
+        return
+    at = header[_HEADER:]
+    _work(
+        job + 8,
+        numba.carray(pointer(at[0]), (m, 3), np.int64),
+        numba.carray(pointer(at[1]), (n,), np.int64),
+        numba.carray(pointer(at[2]), (n, 2), np.int64),
+        numba.carray(pointer(at[3]), (n,), np.bool_),
+        numba.carray(pointer(at[4] + me * n * WIDTH * 8), (n, WIDTH), np.int64),
+        numba.carray(pointer(at[5] + me * n * 8), (n, 1), np.float64),
+        numba.carray(pointer(at[6] + me * words * 8), (words,), np.uint64),
+        numba.carray(pointer(at[7]), (n + 1,), np.int64),
+        numba.carray(pointer(at[8]), (m,), np.float64),
+    )
+
+
+def member_address() -> int:
+    """Return the address of `member` as a C function of a pointer, compiled now or read from the cache."""
+
+    def run_member(job: Any) -> None:
+        member(job)
+
+    return int(c_function(types.void(types.int64), run_member).address)
+
+
+@jit()
+def join(out: Any, seen: Any, starts: Any, shapes: Any) -> None:
+    """Add the other threads' rows and notes to the first one's."""
+    for t in range(out.shape[1]):
+        row, notes = out[0, t], seen[0, starts[t] : starts[t + 1]]
+        for w in range(1, len(out)):
+            other = out[w, t]
+            low, top = row[LOW_BITS] | other[LOW_BITS], max(row[TOP], other[TOP])
+            for k in range(len(row)):
+                row[k] += other[k]
+            row[LOW_BITS], row[TOP] = low, top
+            join_notes(shapes[t, 1], notes, seen[w, starts[t] : starts[t + 1]])
 
 
 @jit()
