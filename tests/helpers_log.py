@@ -241,6 +241,7 @@ def bulk_run(
             "observed": (np.arange(n + 1), ["skipped/Adam.0"] * n, skipped),
             "state": np.full((n, n_layers), MEASURED), "zeros": base[:n], "subnormal": (base[:n] * wave).astype(np.int64),
             "pos_inf": np.zeros((n, n_layers), np.int64), "low_octave": base[:n] // 2, "lowest": base[:n] // 8,
+            "below_grid": np.zeros((n, n_layers), np.int64),
             "below_unscaled": base[:n] * 3, "max_abs": norms[:n] * 100 * wave, "sum_squares": norms[:n] * 1e4 * wave,
             "low_bits": bits[:n], "zero_rows": np.zeros((n, n_layers)), "zero_cols": np.zeros((n, n_layers)),
             "median_bin": np.full((n, n_layers), 120), "has_histograms": steps % exponents_every == 0,

@@ -24,7 +24,7 @@ SCALARS = (
 )  # fmt: skip
 """float64 columns of every row."""
 
-COUNTS = ("zeros", "nan", "pos_inf", "neg_inf", "subnormal", "low_octave", "lowest", "below_unscaled")
+COUNTS = ("zeros", "nan", "pos_inf", "neg_inf", "subnormal", "low_octave", "lowest", "below_grid", "below_unscaled")
 """Columns of counts, one a layer."""
 
 COUNT_DTYPES = (np.dtype(np.int32), np.dtype(np.int64))

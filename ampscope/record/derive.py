@@ -56,6 +56,7 @@ def compact(stats: LayerStats, loss_scale: float) -> dict[str, Array]:
         "subnormal": e[:, :NORMAL].sum(-1),
         "low_octave": e[:, NORMAL],
         "lowest": e[:, : SMALLEST + 1].sum(-1),
+        "below_grid": e[:, :SMALLEST].sum(-1),
         "below_unscaled": unscaled,
         "max_abs": np.minimum(stats.max_abs, np.finfo(np.float32).max).astype(np.float32),
         "sum_squares": stats.sum_squares,
