@@ -44,13 +44,19 @@ def make_header(
 
 
 def tables(models: Mapping[str, torch.nn.Module]) -> list[str]:
-    """Return the names of weights whose rows are looked up (embeddings): an empty row of their gradient was not."""
-    found = []
+    """Return the names of weights whose rows are looked up (embeddings): an empty row of their gradient was not.
+
+    Not those that another module computes with too (a tied output layer): every row of theirs has a gradient.
+    """
+    kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+    found, shared = [], set()
     for prefix, root in models.items():
         for name, module in names.named_modules(root):
-            if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)):
-                found.append(".".join(x for x in (prefix, name, "weight") if x))
-    return found
+            if isinstance(module, kinds):
+                found.append((".".join(x for x in (prefix, name, "weight") if x), module.weight))
+            else:
+                shared |= {id(p) for p in module.parameters(recurse=False)}
+    return [name for name, weight in found if id(weight) not in shared]
 
 
 def describe_scaler(scaler: Any) -> dict[str, Any]:

@@ -21,8 +21,10 @@ from ampscope.probe.observer import Observer
 from ampscope.probe.recorder import Recorder
 from ampscope.record.step import Event
 
-LADDER = (24, 18, 13, 9, 6, 4, 2, 1)
-"""Exponents k tried, largest first. Each further one costs a backward; most layers are finite at the first or second."""
+LADDER = (36, 24, 18, 13, 9, 6, 4, 2, 1)
+"""Exponents k tried, largest first. Each further one costs a backward; the next probe begins one above the first that was of use."""
+FACTOR = 1.375
+"""The scale is not a power of two times the step's: where FP16's rounding errors cancel to an exact zero, they do not at another significand."""
 MAX_NODES = 200_000
 """Nodes of a graph looked at before it is taken for fit."""
 
@@ -33,6 +35,8 @@ class UnderflowProbe(Observer):
     def __init__(self, every: int) -> None:
         self._every = every
         self._masks: dict[int, torch.Tensor] = {}
+        self._finite: dict[int, torch.Tensor] = {}
+        """bool, on a device: whether a layer was finite at any of the scales."""
         self._step = -1
         self._counts: dict[int, Any] = {}
         self._skip = 0
@@ -72,6 +76,7 @@ class UnderflowProbe(Observer):
             return
         if step != self._step:
             self._masks.clear()
+            self._finite.clear()
             self._counts = {}
             self._step = step
         losses = [
@@ -99,36 +104,51 @@ class UnderflowProbe(Observer):
             if p.requires_grad and p.is_leaf and p.device.type != "meta"
         ]
         scale = scaler._scale if scaler.is_enabled() else None
-        for position, k in enumerate(LADDER[self._skip :]):
-            factor = torch.full_like(loss, 2.0**k)
-            if scale is not None:
-                factor = factor * scale.to(loss.device, loss.dtype)
-            grads = torch.autograd.grad(loss, [p for _, p in wanted], factor, retain_graph=True, allow_unused=True)
-            left = []
-            for (i, p), grad in zip(wanted, grads, strict=True):
-                if grad is None or grad.layout is not torch.strided:
-                    continue
-                finite = torch.isfinite(grad).all()
-                nonzero = grad != 0
-                if grad.device.type != "cpu":
-                    # Known on the device only: keep what a larger k found, where it was finite.
-                    self._merge(i, nonzero & finite)
-                    left.append((i, p))
-                elif bool(finite.numpy()):
-                    self._merge(i, nonzero)
-                else:
-                    left.append((i, p))
-            if not position:
-                recorder.observe("probe/k", float(k))
-            wanted = left
-            if not wanted:
+        first, found = self._skip, len(LADDER) - 1
+        recorder.observe("probe/k", float(LADDER[first]))
+        everything = wanted
+        for position in range(first, len(LADDER)):
+            before, wanted = wanted, self._differentiate(loss, LADDER[position], scale, wanted)
+            if len(wanted) < len(before) and position < found:
+                found = position
+            if not wanted or (wanted[0][1].device.type != "cpu" and position - first >= 3):
                 break
-            if wanted[0][1].device.type != "cpu" and position >= 3:
-                break
+        if found == first and not wanted:
+            # All is finite at the first: the scale fell since the last probe.
+            while first and not wanted:
+                first -= 1
+                wanted = self._differentiate(loss, LADDER[first], scale, everything)
+            found = first
+        self._skip = max(0, found - 1) if loss.device.type == "cpu" else 0
         size = sum(m.numel() for m in self._masks.values())
         recorder.window.fetch.put("observed:probe/mask_bytes", float(size))
         if loss.device.type == "cuda":
             recorder.window.fetch.put("observed:probe/peak_bytes", float(torch.cuda.max_memory_allocated(loss.device)))
+
+    def _differentiate(
+        self, loss: torch.Tensor, k: int, scale: torch.Tensor | None, wanted: list[tuple[int, torch.Tensor]]
+    ) -> list[tuple[int, torch.Tensor]]:
+        """Differentiate at 2^k times the scale; return those layers that are not known to be finite there."""
+        factor = torch.full_like(loss, FACTOR * 2.0**k)
+        if scale is not None:
+            factor = factor * scale.to(loss.device, loss.dtype)
+        grads = torch.autograd.grad(loss, [p for _, p in wanted], factor, retain_graph=True, allow_unused=True)
+        left = []
+        for (i, p), grad in zip(wanted, grads, strict=True):
+            if grad is None or grad.layout is not torch.strided:
+                continue
+            finite = torch.isfinite(grad).all()
+            nonzero = grad != 0
+            if grad.device.type != "cpu":
+                # Known on the device only: keep what a larger k found, where it was finite.
+                self._merge(i, nonzero & finite)
+                self._finite[i] = finite | self._finite[i] if i in self._finite else finite
+                left.append((i, p))
+            elif bool(finite.numpy()):
+                self._merge(i, nonzero)
+            else:
+                left.append((i, p))
+        return left
 
     def _merge(self, index: int, mask: torch.Tensor) -> None:
         old = self._masks.get(index)
@@ -150,7 +170,10 @@ class UnderflowProbe(Observer):
                     grad = p.grad.detach()
                     if grad.is_complex():
                         continue
-                    flushed = torch.where(torch.isfinite(grad).all(), ((grad == 0) & mask).sum(), -1)
+                    known = torch.isfinite(grad).all()
+                    if index in self._finite:
+                        known = known & self._finite[index]
+                    flushed = torch.where(known, ((grad == 0) & mask).sum(), -1)
                     self._counts[index] = int(flushed.numpy()) if flushed.device.type == "cpu" else flushed
         counts = self._counts
         recorder.window.probed_flushed = lambda n: collect(counts, n)
@@ -175,6 +198,8 @@ def unfit(loss: torch.Tensor) -> str:
         module = str(getattr(cls, "__module__", ""))
         if cls.__name__ == "CheckpointFunction":
             return "reentrant activation checkpointing refuses torch.autograd.grad; use use_reentrant=False"
+        if module.startswith("torch.distributed") or cls.__name__ == "SyncBatchNorm":
+            return f"the backward of {cls.__name__} waits for other ranks, which may probe more or fewer scales"
         if module.startswith("torch."):
             continue
         return f"the graph holds the custom function {cls.__name__ or name}, whose backward may change what it saved"
@@ -201,13 +226,18 @@ class Untouched:
     def __init__(self, recorder: Recorder) -> None:
         self._buffers = [b for root in recorder.models.values() for b in root.buffers() if b.layout is torch.strided]
 
+        self._cuda = any(p.device.type == "cuda" for p in recorder.parameters)
+
     def __enter__(self) -> Untouched:
         self._random = torch.get_rng_state()
+        self._device_random = torch.cuda.get_rng_state_all() if self._cuda else []
         self._saved = [(b, b.detach().clone()) for b in self._buffers]
         return self
 
     def __exit__(self, *exc: object) -> None:
         torch.set_rng_state(self._random)
+        if self._cuda:
+            torch.cuda.set_rng_state_all(self._device_random)
         for buffer, value in self._saved:
             # Version counters do not tell: batch_norm changes its running statistics without moving them.
             with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(buffer):  # type: ignore[attr-defined]
