@@ -70,6 +70,11 @@ def test_outputs_and_their_gradients_are_recorded_on_sampled_steps(tmp_path, che
     assert not np.isnan(run.metric("grad_max")).any()
     zeros = dict(zip([x.name for x in run.layers], run.metric("zero_ratio")[0], strict=True))
     assert 0.2 < zeros["act:output"] < 0.8  # a ReLU's zeros
+    names = [x.name for x in run.layers]
+    largest = run.metric("grad_max")[0]
+    assert largest[names.index("act:output")] > 0.3  # an output carries no loss scale
+    top = np.flatnonzero(run.exponents("b:grad")[1][0]).max() - 127
+    assert 2.0**top / 64 <= largest[names.index("b:grad")] <= 2.0 ** (top + 1) / 64  # its gradient does
     steps, counts = run.exponents("b:grad")
     assert steps.tolist() == [0, 4, 8]
     assert counts.sum(1).max() <= 4

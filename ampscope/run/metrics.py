@@ -104,15 +104,17 @@ def compute(metric: str, columns: Columns, scale: Array, numel: Array, steps: St
     Args:
         metric: a name in `METRICS`.
         columns: [T, L] arrays.
-        scale: loss scale, float64 [T].
+        scale: loss scale, float64 [T]; or [T, L] where it is not the same for all (activations' outputs carry none).
         numel: elements a layer, int64 [L].
         steps: for metrics where `needs_estimate`.
     """
     if steps is not None and needs_estimate(metric):
         found = underflow.estimate(columns, steps.context, scale, steps.loss, steps.micro_steps)
         columns = {**columns, **dict(zip(ESTIMATES, found, strict=True))}
+    by_layer = np.asarray(scale, np.float64)
+    by_layer = by_layer if by_layer.ndim == 2 else by_layer[:, None]
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        result = METRICS[metric][1](Inputs(columns, np.asarray(scale, np.float64)[:, None], numel)).astype(np.float32)
+        result = METRICS[metric][1](Inputs(columns, by_layer, numel)).astype(np.float32)
     if metric not in UNMASKED:
         result[columns["state"] != MEASURED] = np.nan
     return result

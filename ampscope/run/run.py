@@ -99,8 +99,12 @@ class Run(RunCore):
                     context = contexts.get(id(series)) or contexts.setdefault(id(series), self._context(series))
                     found = underflow.estimate(columns, context, scale[to], loss[to], micro[to])
                     columns = {**columns, **dict(zip(metrics.ESTIMATES, found, strict=True))}
+                carried = scale[to]
+                if series.header and series.header.kind == "activations":  # outputs carry no scale, their gradients do
+                    plain = np.array([x.name.endswith(":output") for x in series.header.layers], bool)
+                    carried = np.where(plain, 1.0, carried[:, None])
                 for name in names:
-                    out[name][cells(to, layers, shape[1])] = metrics.compute(name, columns, scale[to], numel)
+                    out[name][cells(to, layers, shape[1])] = metrics.compute(name, columns, carried, numel)
             return out
 
     def _context(self, series: Series) -> underflow.Context:
