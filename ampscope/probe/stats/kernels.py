@@ -1,8 +1,8 @@
 """The CPU kernels: compiled by numba, kept in its cache on disk, run without the interpreter lock.
 
 Each reads memory by address (int64) and adds to rows laid out as `rows.py` says. One pass: a block of 4096 elements is
-read once; its exponents, one byte each, stay in L1 and are counted a bin at a time, which needs neither branches nor
-scattered increments. FP64, and what is left of a tensor after whole groups of 64, goes element by element.
+read once; its exponents stay in L1, as bytes and as bit planes, and are counted a few bins at a time, which needs neither
+branches nor scattered increments. FP64, and what is left of a tensor after whole groups of 64, goes element by element.
 """
 
 from __future__ import annotations
@@ -30,12 +30,28 @@ from ampscope.probe.stats.rows import (
     ZERO_ROWS,
     ZEROS,
 )
-from ampscope.probe.stats.vector import GROUP, LANES, count, keep_marked, lowest_bit, pointer, split, take
+from ampscope.probe.stats.vector import (
+    BITS,
+    GROUP,
+    KNOWN,
+    LANES,
+    MARKS,
+    MOST_GROUPS,
+    PLANES,
+    ROUND,
+    SLICED,
+    count,
+    count_sliced,
+    keep_marked,
+    lowest_bit,
+    pointer,
+    split,
+    take,
+)  # fmt: skip
 
-BLOCK = 1 << 12
+BLOCK = MOST_GROUPS * GROUP
 """Elements of one block."""
 
-_GROUPS = BLOCK // GROUP
 _ONE = np.uint64(1)
 _MAGNITUDE, _MANTISSA, _INF = np.uint32(0x7FFFFFFF), np.uint32(0x7FFFFF), np.uint32(0x7F800000)
 
@@ -95,10 +111,30 @@ def _scalar32(bits: Any, row: Any, blanks: Any) -> Any:
 
 
 @jit()
-def _block32(address: Any, groups: Any, row: Any, blanks: Any, keys: Any, marks: Any, spare: Any, found: Any) -> Any:
+def _count_keys(keys: Any, marks: Any, spare: Any, groups: Any, first: Any, last: Any, marked: Any, row: Any) -> None:
+    """Count the exponents first … last among `keys`, and those of the `marked` ones."""
+    key_address, row_address = keys.ctypes.data, row.ctypes.data
+    if first + (last - first + LANES) // LANES * LANES > 256:
+        first -= first % LANES  # `count` works in fours and must not go past bin 255
+    for k in range(first, last + 1, LANES):
+        count(key_address, groups, k, row_address + 8 * HISTOGRAM)
+    if marked > 4 * groups:
+        keep_marked(key_address, marks.ctypes.data, groups, spare.ctypes.data)
+        for k in range(first, last + 1, LANES):
+            count(spare.ctypes.data, groups, k, row_address + 8 * EXACT)
+    elif marked:
+        for g in range(groups):
+            word = marks[g]
+            while word:
+                row[EXACT + np.int64(keys[g * GROUP + np.int64(lowest_bit(word))])] += 1
+                word &= word - _ONE
+
+
+@jit()
+def _block32(address: Any, groups: Any, row: Any, blanks: Any, keys: Any, planes: Any, spare: Any, found: Any) -> Any:
     """Count whole groups of 64 FP32 elements; return the sum of squares."""
-    key_address, mark_address, row_address = keys.ctypes.data, marks.ctypes.data, row.ctypes.data
-    squares = split(address, groups, key_address, mark_address, blanks.ctypes.data, found.ctypes.data)
+    plane_address, row_address = planes.ctypes.data, row.ctypes.data
+    squares = split(address, groups, keys.ctypes.data, plane_address, blanks.ctypes.data, found.ctypes.data)
     row[ZEROS] += found[3]
     row[HISTOGRAM] += found[4]
     first, last = found[2] + 1, found[1] >> 23
@@ -109,21 +145,14 @@ def _block32(address: Any, groups: Any, row: Any, blanks: Any, keys: Any, marks:
     else:
         row[LOW_BITS] |= found[0] & np.int64(_MANTISSA)
         row[TOP] = max(row[TOP], found[1])
-    if first + (last - first + LANES) // LANES * LANES > 256:
-        first -= first % LANES  # `count` works in fours and must not go past bin 255
     kept = row[HISTOGRAM]
-    for k in range(first, last + 1, LANES):
-        count(key_address, groups, k, row_address + 8 * HISTOGRAM)
-    if found[5] > 4 * groups:
-        keep_marked(key_address, mark_address, groups, spare.ctypes.data)
-        for k in range(first, last + 1, LANES):
-            count(spare.ctypes.data, groups, k, row_address + 8 * EXACT)
-    elif found[5]:
-        for g in range(groups):
-            word = marks[g]
-            while word:
-                row[EXACT + np.int64(keys[g * GROUP + np.int64(lowest_bit(word))])] += 1
-                word &= word - np.uint64(1)
+    if SLICED and not special and (last | (LANES - 1)) - (first - first % LANES) < 1 << BITS:
+        rounds = (groups + ROUND - 1) // ROUND
+        planes[KNOWN, groups : rounds * ROUND] = 0
+        for k in range(first - first % LANES, last + 1, LANES):
+            count_sliced(plane_address, rounds, k, row_address + 8 * HISTOGRAM, row_address + 8 * EXACT)
+    else:
+        _count_keys(keys, planes[MARKS], spare, groups, first, last, found[5], row)
     row[HISTOGRAM], row[EXACT] = kept, 0
     row[HISTOGRAM + 255] = 0
     row[EXACT + 255] = 0
@@ -131,15 +160,15 @@ def _block32(address: Any, groups: Any, row: Any, blanks: Any, keys: Any, marks:
 
 
 @jit()
-def _chunk32(address: Any, n: Any, row: Any, blanks: Any, keys: Any, marks: Any, spare: Any, found: Any) -> Any:
+def _chunk32(address: Any, n: Any, row: Any, blanks: Any, keys: Any, planes: Any, spare: Any, found: Any) -> Any:
     """Count n FP32 elements, note the zeros as bits of `blanks`; return the sum of squares."""
     squares = 0.0
     whole = n // GROUP
     done = 0
     while done < whole:
-        groups = min(_GROUPS, whole - done)
+        groups = min(MOST_GROUPS, whole - done)
         here = address + done * (4 * GROUP)
-        squares += _block32(here, groups, row, blanks[done:], keys, marks, spare, found)
+        squares += _block32(here, groups, row, blanks[done:], keys, planes, spare, found)
         done += groups
     if n > whole * GROUP:
         rest = numba.carray(pointer(address + whole * (4 * GROUP)), (n - whole * GROUP,), np.uint32)
@@ -223,7 +252,7 @@ def _work(
 ) -> None:  # fmt: skip
     """Take chunks in turn until none is left; for the arguments see `Job`."""
     keys, spare = np.empty(BLOCK, np.uint8), np.empty(BLOCK, np.uint8)
-    marks, found = np.empty(_GROUPS, np.uint64), np.empty(6, np.int64)
+    planes, found = np.empty((PLANES, MOST_GROUPS), np.uint64), np.empty(6, np.int64)
     blanks = np.empty(CHUNK // GROUP + 2, np.uint64)
     while True:
         k = take(counter)
@@ -234,7 +263,7 @@ def _work(
         if wide[t]:
             sums[k] = _chunk64(addresses[t] + begin * 8, n, out[t], blanks, largest[t])
         else:
-            sums[k] = _chunk32(addresses[t] + begin * 4, n, out[t], blanks, keys, marks, spare, found)
+            sums[k] = _chunk32(addresses[t] + begin * 4, n, out[t], blanks, keys, planes, spare, found)
         if shapes[t, 0]:
             notes = seen[starts[t] : starts[t + 1]]
             out[t, ZERO_ROWS] += note(begin, n, out[t, ZEROS] - zeros, shapes[t, 1], blanks, notes)

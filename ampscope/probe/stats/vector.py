@@ -11,22 +11,45 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numba
 from llvmlite import ir
+from llvmlite.binding import get_host_cpu_features
 from numba.core import cgutils, types
 
 from ampscope.probe.stats.jit import intrinsic
+
+
+def _features() -> set[str]:
+    """Return the names of the features numba compiles for."""
+    if numba.config.CPU_FEATURES is not None:
+        return {name.lstrip("+") for name in numba.config.CPU_FEATURES.split(",") if not name.startswith("-")}
+    return {name for name, on in get_host_cpu_features().items() if on}
+
 
 WIDTH = 16
 """Elements in a vector."""
 GROUP = 64
 """Elements a loop turn; one word of the bit mask."""
 LANES = 4
-"""Bins `count` counts at a time."""
+"""Bins `count` and `count_sliced` count at a time."""
+ROUND = 8
+"""Groups `count_sliced` takes at a time."""
+MOST_GROUPS = 64
+"""Groups of a block at most: words of a plane."""
+SLICED = "avx512vpopcntdq" in _features()
+"""Whether the processor counts bits in vectors, which `count_sliced` lives on. Without it `count` is faster."""
+BITS = 5
+"""Exponent bits in planes: blocks that span less than 2^BITS bins can be counted from them."""
+KNOWN, MARKS, BIT = 0, 1, 2
+"""Planes of a block, a bit an element: exponent not 0, mantissa 0 beside that, then each exponent bit."""
+PLANES = BIT + BITS
 
+_PLANE = 8 * MOST_GROUPS
 _I1, _I8, _I16, _I32, _I64 = (ir.IntType(n) for n in (1, 8, 16, 32, 64))
 _F32, _F64 = ir.FloatType(), ir.DoubleType()
 _V32, _VF, _VD = (ir.VectorType(t, WIDTH) for t in (_I32, _F32, _F64))
 _V8 = ir.VectorType(_I8, WIDTH)
+_WORDS = ir.VectorType(_I64, ROUND)
 _KEYS = ir.VectorType(_I8, GROUP)
 
 
@@ -84,17 +107,17 @@ class _Builder:
 
 
 @intrinsic
-def split(_typing: Any, address: Any, groups: Any, keys: Any, marks: Any, blanks: Any, result: Any) -> Any:
+def split(_typing: Any, address: Any, groups: Any, keys: Any, planes: Any, blanks: Any, result: Any) -> Any:
     """Read groups of 64 FP32 elements; return the sum of their squares in FP64.
 
     Writes the biased exponent of each to `keys` (uint8), a bit for each finite or infinite non-zero element without
-    mantissa to `marks` (uint64 a group; FP32 subnormals have none set), a bit for each zero to `blanks`, and six int64 to
-    `result`: OR of the bit patterns, largest magnitude as a bit pattern, least non-zero exponent - 1 (255 if there is
-    none), zeros, FP32 subnormals, bits set in `marks`.
+    mantissa to the plane MARKS of `planes` (uint64 [PLANES, MOST_GROUPS]; FP32 subnormals have none set), the other planes
+    if SLICED, a bit for each zero to `blanks` (uint64), and six int64 to `result`: OR of the bit patterns, largest
+    magnitude as a bit pattern, least non-zero exponent - 1 (255 if there is none), zeros, FP32 subnormals, marks.
     """
 
     def build(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        address, groups, keys, marks, blanks, result = args
+        address, groups, keys, planes, blanks, result = args
         f, b = _Builder(builder), builder
         low, top = f.variable(_V32, 0), f.variable(_V32, 0)
         least = f.variable(_KEYS, 255)
@@ -123,7 +146,14 @@ def split(_typing: Any, address: Any, groups: Any, keys: Any, marks: Any, blanks
             f.update(subnormal, b.add, b.ctpop(b.and_(b.not_(word), lowest)))
             word = b.and_(word, b.not_(lowest))
             f.update(marked, b.add, b.ctpop(word))
-            b.store(word, f.at(marks, b.mul(loop.index, _i64(8)), _I64))
+            bits = {MARKS: word}
+            if SLICED:
+                bits[KNOWN] = b.not_(lowest)
+                for k in range(BITS):
+                    clear = b.icmp_unsigned("==", b.and_(key, _splat(_KEYS, 1 << k)), _splat(_KEYS, 0))
+                    bits[BIT + k] = b.not_(b.bitcast(clear, _I64))
+            for plane, word in bits.items():
+                b.store(word, f.at(planes, b.add(_i64(_PLANE * plane), b.mul(loop.index, _i64(8))), _I64))
         found = [f.fold(b.load(low), b.or_), f.fold(b.load(top), f.largest), f.fold(b.load(least), f.least)]
         found = [b.zext(v, _I64) for v in found] + [b.load(p) for p in (zeros, subnormal, marked)]
         for k, value in enumerate(found):
@@ -158,6 +188,45 @@ def count(_typing: Any, keys: Any, groups: Any, first: Any, bins: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 4), build
+
+
+@intrinsic
+def count_sliced(_typing: Any, planes: Any, rounds: Any, first: Any, bins: Any, exact: Any) -> Any:
+    """Do what `count` does from the planes of 8 groups a round, and count the marked elements into `exact` too.
+
+    `first` is a multiple of LANES. Exponents are told apart by their lowest BITS bits.
+    """
+
+    def build(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        planes, rounds, first, bins, exact = args
+        f, b = _Builder(builder), builder
+        kind = ir.FunctionType(_WORDS, [_WORDS])
+        population = cgutils.get_or_insert_function(b.module, kind, f"llvm.ctpop.v{ROUND}i64")
+        flips = []  # all ones where the bit of `first` is clear
+        for k in range(2, BITS):
+            flip = b.sub(b.and_(b.lshr(first, _i64(k)), _i64(1)), _i64(1))
+            one = b.insert_element(ir.Constant(_WORDS, ir.Undefined), flip, ir.Constant(_I32, 0))
+            flips.append(b.shuffle_vector(one, one, _splat(ir.VectorType(_I32, ROUND), 0)))
+        counts = [[f.variable(_WORDS, 0) for _ in range(LANES)] for _ in range(2)]
+        with cgutils.for_range(builder, rounds) as loop:
+            offset = b.mul(loop.index, _i64(8 * ROUND))
+            words = [b.load(f.at(planes, b.add(_i64(_PLANE * k), offset), _WORDS), align=8) for k in range(PLANES)]
+            shared = words[KNOWN]
+            for k, flip in enumerate(flips):
+                shared = b.and_(shared, b.xor(words[BIT + 2 + k], flip))
+            ones, twos = words[BIT], words[BIT + 1]
+            for lane in range(LANES):
+                mine = b.and_(shared, ones if lane & 1 else b.not_(ones))
+                mine = b.and_(mine, twos if lane & 2 else b.not_(twos))
+                f.update(counts[0][lane], b.add, b.call(population, [mine]))
+                f.update(counts[1][lane], b.add, b.call(population, [b.and_(mine, words[MARKS])]))
+        for target, found in ((bins, counts[0]), (exact, counts[1])):
+            for lane in range(LANES):
+                place = f.at(target, b.mul(b.add(first, _i64(lane)), _i64(8)), _I64)
+                b.store(b.add(b.load(place), f.fold(b.load(found[lane]), b.add)), place)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 5), build
 
 
 @intrinsic
