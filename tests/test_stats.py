@@ -136,12 +136,24 @@ def test_torch_operations_in_slices(monkeypatch):
         stats_cases.assert_equal(stats, i, EXPECTED[name], name)
 
 
-@pytest.mark.parametrize(("size", "exponent"), [(1e-30, 0), (1e-25, 0), (1e25, 0), (3e38, 0)])
+@pytest.mark.parametrize("size", [1e-30, 1e-25, 1e25, 3e38])
 @BOTH
-def test_norms_outside_the_range_of_fp32_squares(backend, size, exponent):
+def test_norms_outside_the_range_of_fp32_squares(backend, size):
     """Squares below 1e-44 and above 1e38 are no FP32 numbers; the norm is right all the same."""
     tensor = torch.full((100, 100), size)
     assert np.sqrt(backend([tensor]).sum_squares[0]) == pytest.approx(100 * float(tensor[0, 0]), rel=1e-9)
+
+
+@BOTH
+def test_norms_where_rounding_errors_add_up(backend):
+    """Equal elements round the same way at each addition; a large one beside tiny ones must not hide them."""
+    generator = np.random.default_rng(0)
+    for value in generator.uniform(1, 2, 20).astype(np.float32):
+        found = backend([torch.full((70_000,), float(value))]).sum_squares[0]
+        assert np.sqrt(found) == pytest.approx(float(value) * np.sqrt(70_000), rel=5e-7)
+    mixed = torch.full((4096,), 2.0**-39)
+    mixed[5] = 2.0**-38
+    assert backend([mixed]).sum_squares[0] == pytest.approx(4099 * 2.0**-78, rel=1e-6)
 
 
 @BOTH

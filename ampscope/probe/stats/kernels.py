@@ -51,6 +51,9 @@ from ampscope.probe.stats.vector import (
 
 BLOCK = MOST_GROUPS * GROUP
 """Elements of one block."""
+SMALL, LARGE = np.float32(2.0**-40).view(np.int32), np.float32(2.0**56).view(np.int32)
+"""Bit patterns of the largest magnitude in a block: between them squares may be added in FP32. Beyond, sums overflow; below,
+what squares of smaller elements lose to FP32's least number is more than one part in 2^30 of the block's sum."""
 
 _ONE = np.uint64(1)
 _MAGNITUDE, _MANTISSA, _INF = np.uint32(0x7FFFFFFF), np.uint32(0x7FFFFF), np.uint32(0x7F800000)
@@ -77,6 +80,16 @@ def _special32(bits: Any, row: Any) -> Any:
     row[NEG_INF] += negative
     row[LOW_BITS] |= np.int64(low & _MANTISSA)
     row[TOP] = max(row[TOP], np.int64(top))
+    return squares
+
+
+@jit(fastmath={"reassoc", "contract"})
+def _squares32(values: Any) -> Any:
+    """Return the sum of squares in FP64."""
+    squares = 0.0
+    for i in range(len(values)):
+        x = np.float64(values[i])
+        squares += x * x
     return squares
 
 
@@ -145,6 +158,8 @@ def _block32(address: Any, groups: Any, row: Any, blanks: Any, keys: Any, planes
     else:
         row[LOW_BITS] |= found[0] & np.int64(_MANTISSA)
         row[TOP] = max(row[TOP], found[1])
+        if found[1] and not SMALL <= found[1] < LARGE:
+            squares = _squares32(numba.carray(pointer(address), (groups * GROUP,), np.float32))
     kept = row[HISTOGRAM]
     if SLICED and not special and (last | (LANES - 1)) - (first - first % LANES) < 1 << BITS:
         rounds = (groups + ROUND - 1) // ROUND

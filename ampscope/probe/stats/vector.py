@@ -34,6 +34,8 @@ LANES = 4
 """Bins `count` and `count_sliced` count at a time."""
 ROUND = 8
 """Groups `count_sliced` takes at a time."""
+ADDED = 16
+"""Groups over which squares are added in FP32."""
 MOST_GROUPS = 64
 """Groups of a block at most: words of a plane."""
 SLICED = "avx512vpopcntdq" in _features()
@@ -108,12 +110,13 @@ class _Builder:
 
 @intrinsic
 def split(_typing: Any, address: Any, groups: Any, keys: Any, planes: Any, blanks: Any, result: Any) -> Any:
-    """Read groups of 64 FP32 elements; return the sum of their squares in FP64.
+    """Read groups of 64 FP32 elements; return the sum of their squares, for magnitudes in FP32's range of squares.
 
-    Writes the biased exponent of each to `keys` (uint8), a bit for each finite or infinite non-zero element without
-    mantissa to the plane MARKS of `planes` (uint64 [PLANES, MOST_GROUPS]; FP32 subnormals have none set), the other planes
-    if SLICED, a bit for each zero to `blanks` (uint64), and six int64 to `result`: OR of the bit patterns, largest
-    magnitude as a bit pattern, least non-zero exponent - 1 (255 if there is none), zeros, FP32 subnormals, marks.
+    Squares are added up in FP32 over 16 groups, 16 to a lane, then in FP64. Writes the biased exponent of each element to
+    `keys` (uint8), a bit for each finite or infinite non-zero element without mantissa to the plane MARKS of `planes`
+    (uint64 [PLANES, MOST_GROUPS]; FP32 subnormals have none set), the other planes if SLICED, a bit for each zero to
+    `blanks` (uint64), and six int64 to `result`: OR of the bit patterns, largest magnitude as a bit pattern, least non-zero
+    exponent - 1 (255 if there is none), zeros, FP32 subnormals, marks.
     """
 
     def build(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
@@ -122,9 +125,11 @@ def split(_typing: Any, address: Any, groups: Any, keys: Any, planes: Any, blank
         low, top = f.variable(_V32, 0), f.variable(_V32, 0)
         least = f.variable(_KEYS, 255)
         zeros, subnormal, marked = (f.variable(_I64, 0) for _ in range(3))
-        sums = [f.variable(_VD, 0.0) for _ in range(4)]
-        with cgutils.for_range(builder, groups) as loop:
-            base = b.add(address, b.mul(loop.index, _i64(4 * GROUP)))
+        sums, total = [f.variable(_VF, 0.0) for _ in range(GROUP // WIDTH)], f.variable(_VD, 0.0)
+        add = partial(b.fadd, flags=("contract",))
+
+        def group(number: Any) -> None:
+            base = b.add(address, b.mul(number, _i64(4 * GROUP)))
             word, packed = _i64(0), []
             for s in range(GROUP // WIDTH):
                 raw = b.load(f.at(base, _i64(4 * WIDTH * s), _V32), align=4)
@@ -134,14 +139,14 @@ def split(_typing: Any, address: Any, groups: Any, keys: Any, planes: Any, blank
                 bits = b.zext(b.bitcast(bare, ir.IntType(WIDTH)), _I64)
                 word = b.or_(word, b.shl(bits, _i64(WIDTH * s)))
                 packed.append(b.trunc(b.lshr(raw, _splat(_V32, 23)), _V8))
-                x = b.fpext(b.bitcast(raw, _VF), _VD)
-                f.update(sums[s], partial(b.fadd, flags=("contract",)), b.fmul(x, x, flags=("contract",)))
+                x = b.bitcast(raw, _VF)
+                f.update(sums[s], add, b.fmul(x, x, flags=("contract",)))
             key = f.join(f.join(packed[0], packed[1]), f.join(packed[2], packed[3]))
-            b.store(key, f.at(keys, b.mul(loop.index, _i64(GROUP)), _KEYS), align=1)
+            b.store(key, f.at(keys, b.mul(number, _i64(GROUP)), _KEYS), align=1)
             f.update(least, f.least, b.sub(key, _splat(_KEYS, 1)))
             lowest = b.bitcast(b.icmp_unsigned("==", key, _splat(_KEYS, 0)), _I64)
             blank = b.and_(word, lowest)
-            b.store(blank, f.at(blanks, b.mul(loop.index, _i64(8)), _I64))
+            b.store(blank, f.at(blanks, b.mul(number, _i64(8)), _I64))
             f.update(zeros, b.add, b.ctpop(blank))
             f.update(subnormal, b.add, b.ctpop(b.and_(b.not_(word), lowest)))
             word = b.and_(word, b.not_(lowest))
@@ -150,16 +155,26 @@ def split(_typing: Any, address: Any, groups: Any, keys: Any, planes: Any, blank
             if SLICED:
                 bits[KNOWN] = b.not_(lowest)
                 for k in range(BITS):
-                    clear = b.icmp_unsigned("==", b.and_(key, _splat(_KEYS, 1 << k)), _splat(_KEYS, 0))
-                    bits[BIT + k] = b.not_(b.bitcast(clear, _I64))
+                    one = b.icmp_unsigned("!=", b.and_(key, _splat(_KEYS, 1 << k)), _splat(_KEYS, 0))
+                    bits[BIT + k] = b.bitcast(one, _I64)
             for plane, word in bits.items():
-                b.store(word, f.at(planes, b.add(_i64(_PLANE * plane), b.mul(loop.index, _i64(8))), _I64))
+                b.store(word, f.at(planes, b.add(_i64(_PLANE * plane), b.mul(number, _i64(8))), _I64))
+
+        rounds = b.sdiv(b.add(groups, _i64(ADDED - 1)), _i64(ADDED))
+        with cgutils.for_range(builder, rounds) as outer:
+            begin = b.mul(outer.index, _i64(ADDED))
+            left = b.sub(groups, begin)
+            some = b.select(b.icmp_signed("<", left, _i64(ADDED)), left, _i64(ADDED))
+            with cgutils.for_range(builder, some) as inner:
+                group(b.add(begin, inner.index))
+            for pointer in sums:
+                f.update(total, b.fadd, b.fpext(b.load(pointer), _VD))
+                b.store(_splat(_VF, 0.0), pointer)
         found = [f.fold(b.load(low), b.or_), f.fold(b.load(top), f.largest), f.fold(b.load(least), f.least)]
         found = [b.zext(v, _I64) for v in found] + [b.load(p) for p in (zeros, subnormal, marked)]
         for k, value in enumerate(found):
             b.store(value, f.at(result, _i64(8 * k), _I64))
-        halves = [b.fadd(b.load(sums[i]), b.load(sums[i + 1])) for i in (0, 2)]
-        return f.fold(b.fadd(*halves), b.fadd)
+        return f.fold(b.load(total), b.fadd)
 
     return types.float64(*[types.int64] * 6), build
 
