@@ -6,13 +6,14 @@ threads.
 
 from __future__ import annotations
 
+import functools
+import math
 import operator
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from ampscope.probe.stats import kernels, lines, rows
@@ -51,61 +52,77 @@ class CpuKernel:
 
     def measure(self, tensors: Sequence[torch.Tensor]) -> tuple[rows.Ints, rows.Reals]:
         """Return [n, WIDTH] int64 and [n, 2] float64 rows of CPU tensors, at once."""
-        n = len(tensors)
         if _ordinary(tensors):
-            heights = np.fromiter((s[0] if len(s) > 1 else 0 for s in map(_SHAPE, tensors)), np.int64, n)
-            addresses = np.fromiter(map(_TENSOR.data_ptr, tensors), np.int64, n)
-            return self.run(addresses, np.fromiter(map(_TENSOR.numel, tensors), np.int64, n), heights)
+            return self.run(list(map(_TENSOR.data_ptr, tensors)), plan_shapes(tuple(map(_SHAPE, tensors))))
         plains = [rows.plain(t) for t in tensors]
-        doubles = [i for i, p in enumerate(plains) if p.tensor.dtype is torch.float64]
         singles = [p.tensor if p.tensor.dtype in (torch.float32, torch.float64) else p.tensor.float() for p in plains]
-        ints, reals = self.run(
-            [t.data_ptr() for t in singles], [t.numel() for t in singles], [p.height for p in plains], doubles
-        )
+        layout = tuple((t.numel(), p.height, t.dtype is torch.float64) for t, p in zip(singles, plains, strict=True))
+        ints, reals = self.run([t.data_ptr() for t in singles], plan(layout))
         rows.amend(ints, reals, [(i, p.note) for i, p in enumerate(plains) if p.note is not None])
         return ints, reals
 
-    def run(
-        self, addresses: npt.ArrayLike, sizes: npt.ArrayLike, heights: npt.ArrayLike, doubles: Sequence[int] = ()
-    ) -> tuple[rows.Ints, rows.Reals]:
-        """Return the rows of FP32 numbers in memory (FP64 at the positions `doubles`).
-
-        Where the height is not 0 the numbers are a matrix of so many rows.
-        """
-        where, size, height = np.array(addresses, np.int64), np.array(sizes, np.int64), np.array(heights, np.int64)
-        wide = np.zeros(len(size), np.bool_)
-        wide[list(doubles)] = True
-        height[size == 0] = 0
-        shapes = np.stack([height, size // np.maximum(height, 1)], axis=1)
+    def run(self, addresses: Sequence[int], made: Plan) -> tuple[rows.Ints, rows.Reals]:
+        """Return the rows of numbers in memory, laid out as planned."""
         with self._lock:
-            return self._run(where, size, shapes, wide)
-
-    def _run(self, addresses: Any, sizes: Any, shapes: Any, wide: Any) -> tuple[rows.Ints, rows.Reals]:
-        chunks, starts = kernels.table(sizes, shapes), lines.note_starts(shapes)
-        threads = self.team.size() if self._threads is None else self._threads
-        job = kernels.make_job(threads if sizes.sum() >= ALONE else 1, chunks, addresses, shapes, wide, starts)
-        if len(job.out) == 1:
-            kernels.member(job.header.ctypes.data)
-        else:
-            self.team.run(job.header.ctypes.data)
-            kernels.join(job.out, job.seen, starts, shapes)
-        ints, reals = job.out[0], np.zeros((len(sizes), 2))
-        kernels.finish(ints, reals, job.largest, job.seen[0], starts, job.sums, chunks, shapes, sizes, wide)
+            threads = self.team.size() if self._threads is None else self._threads
+            job = kernels.make_job(
+                threads if made.total >= ALONE else 1,
+                made.chunks, np.array(addresses, np.int64), made.shapes, made.wide, made.starts,
+            )  # fmt: skip
+            if len(job.out) == 1:
+                kernels.member(job.header.ctypes.data)
+            else:
+                self.team.run(job.header.ctypes.data)
+                kernels.join(job.out, job.seen, made.starts, made.shapes)
+        ints, reals = job.out[0], np.zeros((len(made.sizes), 2))
+        kernels.finish(
+            ints,
+            reals,
+            job.largest,
+            job.seen[0],
+            made.starts,
+            job.sums,
+            made.chunks,
+            made.shapes,
+            made.sizes,
+            made.wide,
+        )
         return ints, reals
+
+
+class Plan(NamedTuple):
+    """What n tensors in memory look like, and how they are cut into m chunks; the arrays are those of `kernels.Job`."""
+
+    total: int
+    sizes: np.ndarray[Any, np.dtype[np.int64]]
+    shapes: np.ndarray[Any, np.dtype[np.int64]]
+    wide: np.ndarray[Any, np.dtype[np.bool_]]
+    chunks: np.ndarray[Any, np.dtype[np.int64]]
+    starts: np.ndarray[Any, np.dtype[np.int64]]
+
+
+@functools.lru_cache(maxsize=16)
+def plan_shapes(shapes: tuple[torch.Size, ...]) -> Plan:
+    """Return the plan for contiguous FP32 tensors: a model's gradients have the same shapes at each step."""
+    return plan(tuple((math.prod(s), s[0] if len(s) > 1 else 0, False) for s in shapes))
+
+
+@functools.lru_cache(maxsize=16)
+def plan(layout: tuple[tuple[int, int, bool], ...]) -> Plan:
+    """Return the plan for tensors of so many elements, rows (0: no matrix), and FP64 or else FP32."""
+    sizes, heights = np.array([x[0] for x in layout], np.int64), np.array([x[1] for x in layout], np.int64)
+    heights[sizes == 0] = 0
+    shapes = np.stack([heights, sizes // np.maximum(heights, 1)], axis=1)
+    wide = np.array([x[2] for x in layout], np.bool_)
+    return Plan(int(sizes.sum()), sizes, shapes, wide, kernels.table(sizes, shapes), lines.note_starts(shapes))
 
 
 def stages(kernel: CpuKernel) -> Iterator[Callable[[], object]]:
     """Yield calls that compile everything, or load it from numba's cache, a few seconds each at most."""
     single, double = np.zeros(2 * kernels.BLOCK + 3, np.float32), np.zeros(4)
-    sizes, shapes = np.array([single.size, 4]), np.array([[single.size, 1], [2, 2]])
-    nothing = (
-        np.zeros((2, 0, rows.WIDTH), np.int64),
-        np.zeros((2, 0), np.uint64),
-        np.zeros(1, np.int64),
-        shapes[:0].copy(),
-    )
-    yield lambda: kernels.table(sizes, shapes)
-    yield lambda: lines.note_starts(shapes)
-    yield lambda: kernels.join(*nothing)
-    yield lambda: kernel.run([single.ctypes.data, double.ctypes.data], sizes, shapes[:, 0], [1])
+    layout = (single.size, 0, False), (4, 2, True)
+    none = np.zeros((2, 0, rows.WIDTH), np.int64), np.zeros((2, 0), np.uint64), np.zeros(1, np.int64)
+    yield lambda: plan(layout)
+    yield lambda: kernels.join(*none, np.zeros((0, 2), np.int64))
+    yield lambda: kernel.run([single.ctypes.data, double.ctypes.data], plan(layout))
     yield lambda: setattr(kernel, "team", find_team())
