@@ -105,6 +105,11 @@ def cases() -> dict[str, torch.Tensor]:
     }
 
 
+def few_tasks() -> dict[str, torch.Tensor]:
+    """Return those that an interpreter gets through in a moment."""
+    return {name: t for name, t in cases().items() if t.numel() < 100_000 and (t.dim() < 2 or t.shape[0] < 1000)}
+
+
 def reference(grad: torch.Tensor) -> dict[str, object]:
     """Return the statistics of a gradient, element by element in float64."""
     lines = grad.dim() >= 2 and grad.numel() > 0

@@ -281,6 +281,21 @@ def test_torch_operations_serve_without_numba(monkeypatch):
     stats_cases.assert_equal(rows.to_stats(*rows.gather(1, [part.get()])), 0, EXPECTED["relu"], "relu")
 
 
+def test_triton_that_does_not_work_is_given_up_once():
+    """No compiler, an old GPU: one warning, then torch operations for good."""
+    pytest.importorskip("triton")
+
+    class Broken:
+        def measure(self, index, plains):
+            raise RuntimeError("Failed to find C compiler")
+
+    found = backends.Backends()
+    found._triton = Broken()
+    with pytest.warns(RuntimeWarning, match="Triton does not work here .Failed to find C compiler"):
+        assert found._by_triton([0], [rows.plain(CASES["relu"])]) == []
+    assert found._triton is None
+
+
 def test_flushed_denormals_change_nothing():
     """`torch.set_flush_denormal` makes the processor read subnormals as zero; counts and maximum look at the bits."""
     if not torch.set_flush_denormal(True):

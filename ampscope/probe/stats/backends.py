@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import subprocess
@@ -20,6 +21,22 @@ PATIENCE = 3e-8
 
 LONGEST = 30.0
 """Seconds a fork waits for the loading at most (a few when numba compiles for the first time, else under one)."""
+
+
+def _triton_errors() -> tuple[type[Exception], ...]:
+    """Return what a launch may raise. The places of Triton's own errors differ between its versions."""
+    places = {
+        "triton.errors": "TritonError",
+        "triton.compiler.errors": "CompilationError",
+        "triton.runtime.errors": "OutOfResources",
+    }
+    found: list[type[Exception]] = [RuntimeError, OSError, subprocess.SubprocessError]
+    for module, name in places.items():
+        try:
+            found.append(getattr(importlib.import_module(module), name))
+        except (ImportError, AttributeError):
+            continue
+    return tuple(found)
 
 
 class Backends:
@@ -71,8 +88,6 @@ class Backends:
     def _by_triton(self, index: Sequence[int], plains: list[rows.Plain]) -> list[Part]:
         """Launch the CUDA kernel. Where Triton is missing or cannot compile it, give it up and return nothing."""
         try:
-            from triton import TritonError
-
             from ampscope.probe.stats import triton_cuda
         except ImportError:
             self._triton = None
@@ -82,7 +97,7 @@ class Backends:
         plains = [p if p.tensor.dtype in triton_cuda.KINDS else p._replace(tensor=p.tensor.float()) for p in plains]
         try:
             return list(self._triton.measure(index, plains))
-        except (TritonError, RuntimeError, OSError, subprocess.SubprocessError) as error:
+        except _triton_errors() as error:
             self._triton = None
             text = f"ampscope: Triton does not work here ({error}); torch operations measure the gradients, slower."
             warnings.warn(text, RuntimeWarning, stacklevel=2)
