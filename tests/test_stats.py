@@ -173,8 +173,8 @@ def test_more_than_two_to_the_31_elements(backend):
 )
 def test_chunks_reach_beyond_two_to_the_31(size, height, width, monkeypatch):
     """The table of chunks covers each tensor exactly once, in int64; a matrix in whole rows or in pieces of one."""
-    kernels = pytest.importorskip("ampscope.probe.stats.kernels")
-    chunks = kernels.table(np.array([3, 0, size]), np.array([[0, 0], [0, 0], [height, width]]))
+    jobs = pytest.importorskip("ampscope.probe.stats.jobs")
+    chunks = jobs.table(np.array([3, 0, size]), np.array([[0, 0], [0, 0], [height, width]]))
     assert chunks.dtype == np.int64
     assert chunks[0].tolist() == [0, 0, 3]
     mine = chunks[1:]
@@ -182,7 +182,7 @@ def test_chunks_reach_beyond_two_to_the_31(size, height, width, monkeypatch):
     assert mine[0, 1] == 0
     assert (mine[1:, 1] == (mine[:, 1] + mine[:, 2])[:-1]).all()
     assert mine[-1, 1] + mine[-1, 2] == size
-    assert mine[:, 2].max() <= kernels.CHUNK
+    assert mine[:, 2].max() <= jobs.CHUNK
     if height:
         whole = mine[:, 2] % width == 0
         assert whole.all() or (mine[:, 1] // width == (mine[:, 1] + mine[:, 2] - 1) // width).all()
@@ -190,13 +190,13 @@ def test_chunks_reach_beyond_two_to_the_31(size, height, width, monkeypatch):
 
 def test_the_kernel_reads_the_right_address_beyond_two_to_the_31(tmp_path):
     """One chunk at element 2^31 + 65536 of a file that is almost all hole."""
-    kernels = pytest.importorskip("ampscope.probe.stats.kernels")
-    begin, n = 2**31 + kernels.CHUNK, 5000
+    jobs = pytest.importorskip("ampscope.probe.stats.jobs")
+    begin, n = 2**31 + jobs.CHUNK, 5000
     array = np.memmap(tmp_path / "sparse", np.float32, "w+", shape=(begin + n,))
     array[begin:] = -3.0
     chunks, where = np.array([[0, begin, n]]), np.array([array.ctypes.data])
-    job = kernels.make_job(1, chunks, where, np.zeros((1, 2), np.int64), np.array([False]), np.zeros(2, np.int64))
-    kernels.member(job.header.ctypes.data)
+    job = jobs.make_job(1, chunks, where, np.zeros((1, 2), np.int64), np.array([False]), np.zeros(2, np.int64))
+    jobs.member(job.header.ctypes.data)
     assert job.out[0, 0, rows.HISTOGRAM + 128] == n
     assert job.out[0, 0, rows.ZEROS] == 0
     assert job.sums[0] == 9 * n

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ampscope.probe.stats import kernels, lines, rows
+from ampscope.probe.stats import jobs, kernels, lines, rows
 from ampscope.probe.stats.team import Team, Thread, find_team
 
 ALONE = 1 << 18
@@ -65,17 +65,17 @@ class CpuKernel:
         """Return the rows of numbers in memory, laid out as planned."""
         with self._lock:
             threads = self.team.size() if self._threads is None else self._threads
-            job = kernels.make_job(
+            job = jobs.make_job(
                 threads if made.total >= ALONE else 1,
                 made.chunks, np.array(addresses, np.int64), made.shapes, made.wide, made.starts,
             )  # fmt: skip
             if len(job.out) == 1:
-                kernels.member(job.header.ctypes.data)
+                jobs.member(job.header.ctypes.data)
             else:
                 self.team.run(job.header.ctypes.data)
-                kernels.join(job.out, job.seen, made.starts, made.shapes)
+                jobs.join(job.out, job.seen, made.starts, made.shapes)
         ints, reals = job.out[0], np.zeros((len(made.sizes), 2))
-        kernels.finish(
+        jobs.finish(
             ints,
             reals,
             job.largest,
@@ -91,7 +91,7 @@ class CpuKernel:
 
 
 class Plan(NamedTuple):
-    """What n tensors in memory look like, and how they are cut into m chunks; the arrays are those of `kernels.Job`."""
+    """What n tensors in memory look like, and how they are cut into m chunks; the arrays are those of `jobs.Job`."""
 
     total: int
     sizes: np.ndarray[Any, np.dtype[np.int64]]
@@ -114,7 +114,7 @@ def plan(layout: tuple[tuple[int, int, bool], ...]) -> Plan:
     heights[sizes == 0] = 0
     shapes = np.stack([heights, sizes // np.maximum(heights, 1)], axis=1)
     wide = np.array([x[2] for x in layout], np.bool_)
-    return Plan(int(sizes.sum()), sizes, shapes, wide, kernels.table(sizes, shapes), lines.note_starts(shapes))
+    return Plan(int(sizes.sum()), sizes, shapes, wide, jobs.table(sizes, shapes), lines.note_starts(shapes))
 
 
 def stages(kernel: CpuKernel) -> Iterator[Callable[[], object]]:
@@ -123,6 +123,6 @@ def stages(kernel: CpuKernel) -> Iterator[Callable[[], object]]:
     layout = (single.size, 0, False), (4, 2, True)
     none = np.zeros((2, 0, rows.WIDTH), np.int64), np.zeros((2, 0), np.uint64), np.zeros(1, np.int64)
     yield lambda: plan(layout)
-    yield lambda: kernels.join(*none, np.zeros((0, 2), np.int64))
+    yield lambda: jobs.join(*none, np.zeros((0, 2), np.int64))
     yield lambda: kernel.run([single.ctypes.data, double.ctypes.data], plan(layout))
     yield lambda: setattr(kernel, "team", find_team())

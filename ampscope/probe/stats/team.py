@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ampscope.probe.stats import kernels
+from ampscope.probe.stats import jobs
 
 MOST = 8
 """Members beyond which reading memory gets no faster."""
@@ -30,7 +30,7 @@ class Team(Protocol):
         """Return how many may work, the calling one included."""
 
     def run(self, job: int) -> None:
-        """Do `kernels.member(job)` in as many threads, the calling one included; return when all are done."""
+        """Do `jobs.member(job)` in as many threads, the calling one included; return when all are done."""
 
 
 class OpenMP:
@@ -69,14 +69,14 @@ class Thread:
             self._thread.start()
         self._job = job
         self._start.release()
-        kernels.member(job)
+        jobs.member(job)
         self._done.acquire()
 
     def _work(self) -> None:
         while True:
             self._start.acquire()
             try:
-                kernels.member(self._job)
+                jobs.member(self._job)
             finally:
                 self._done.release()
 
@@ -84,7 +84,7 @@ class Thread:
 def find_team() -> Team:
     """Return torch's OpenMP team if it uses the GNU runtime it brings along, else a thread of ours."""
     parallel = _gomp_parallel()
-    return Thread() if parallel is None else OpenMP(parallel, kernels.member_address())
+    return Thread() if parallel is None else OpenMP(parallel, jobs.member_address())
 
 
 def _gomp_parallel() -> Callable[..., None] | None:

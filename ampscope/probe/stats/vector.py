@@ -1,8 +1,7 @@
 """Vector instructions for the CPU kernels, as LLVM IR: numba's own loops do not vectorise these.
 
 IR is the same for every processor; LLVM turns 16 elements into AVX-512, AVX2, SSE or NEON instructions as there are.
-Functions take addresses as int64. numba's cache on disk looks at the date of the calling file alone: touch `kernels.py`
-after a change here.
+Functions take addresses as int64.
 """
 
 from __future__ import annotations
