@@ -260,7 +260,11 @@ def test_a_gradient_of_a_graph(backend):
 def test_a_sharded_gradient_counts_its_local_part():
     """A DTensor: what this rank holds."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Shard
+
+    try:
+        from torch.distributed.tensor import DTensor, Shard
+    except ImportError:  # torch 2.4
+        from torch.distributed._tensor import DTensor, Shard
 
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:

@@ -50,6 +50,10 @@ CASES = stats_cases.few_tasks()
 @pytest.fixture(scope="module")
 def interpreted(tmp_path_factory):
     """Return the arrays the interpreter's process saved."""
+    import triton
+
+    if triton.__version__.startswith("3.0."):
+        pytest.skip("Triton 3.0's interpreter passes no constexpr from one kernel to another; its compiler does")
     path = tmp_path_factory.mktemp("triton") / "found.npz"
     env = dict(os.environ, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
     subprocess.run([sys.executable, "-c", INTERPRET, str(path)], check=True, env=env, timeout=300)
@@ -120,14 +124,16 @@ def test_the_kernel_compiles_for_gpus(kind, capability, tmp_path, monkeypatch):
         "LINES": kernels.LINES,
         "ACROSS": kernels.ACROSS,
     }
-    signature, constants = (
-        {n: kinds.get(n, "constexpr") for n in names},
-        {(names.index(n),): v for n, v in fixed.items()},
-    )
-    try:
-        source = ASTSource(fn=kernels.measure, signature=signature, constexprs=constants)
-    except TypeError:
-        pytest.skip("this Triton compiles in another way")
+    if triton.__version__.startswith("3.0."):  # torch 2.4
+        source = ASTSource(fn=kernels.measure, signature=kinds, constants=fixed)
+    else:
+        signature = {n: kinds.get(n, "constexpr") for n in names}
+        try:
+            source = ASTSource(
+                fn=kernels.measure, signature=signature, constexprs={(names.index(n),): v for n, v in fixed.items()}
+            )
+        except TypeError:
+            pytest.skip("this Triton compiles in another way")
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": kernels.WARPS})
     assert compiled.asm["cubin"]
 
