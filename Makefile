@@ -30,5 +30,8 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+screenshots: $(VENV)/.installed
+	$(BIN)/python benchmarks/screenshots.py
+
 clean:
 	rm -rf $(VENV) .venv-oldest build dist *.egg-info
