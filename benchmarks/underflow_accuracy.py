@@ -2,7 +2,7 @@
 
 Truth: the same batch, FP32, weights rounded to FP16; an element is flushed where FP32 has it non-zero and the FP16 run exactly zero.
 
-    python benchmarks/underflow_accuracy.py [--quick] [--models mlp,cnn] [--seeds 3]
+    python benchmarks/underflow_accuracy.py [--held-out] [--quick] [--models mlp,cnn] [--seeds 3]
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
+from underflow_heldout import HELD_OUT
 from underflow_models import MODELS
 
 import ampscope
@@ -28,6 +29,8 @@ torch.set_num_threads(
 
 WEIGHTS = (1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5)
 SCALES = (1.0, 2.0**5, 2.0**10, 2.0**16)
+SEED = 1
+"""Set before each forward pass, so that FP32 and FP16 drop the same units."""
 
 
 def fp32_gradients(model, batch, loss_fn, weight):
@@ -38,6 +41,7 @@ def fp32_gradients(model, batch, loss_fn, weight):
         for p in model.parameters():
             p.copy_(p.half().float())
     model.zero_grad()
+    torch.manual_seed(SEED)
     (loss_fn(model, batch) * weight).backward()
     out = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     with torch.no_grad():
@@ -52,7 +56,7 @@ def fp32_gradients(model, batch, loss_fn, weight):
 def measure(name, seed, weights=WEIGHTS, scales=SCALES, probe=True):
     """Yield a row of numbers a layer and step: truth, probe, estimate, low, high, zeros, and others' definitions (shares of elements)."""
     torch.manual_seed(seed)
-    model, batch, loss_fn = MODELS[name]()
+    model, batch, loss_fn = {**MODELS, **HELD_OUT}[name]()
     steps = [(w, s) for s in scales for w in weights]
     truths, others = [], []
     with tempfile.TemporaryDirectory() as logs, warnings.catch_warnings():
@@ -65,6 +69,7 @@ def measure(name, seed, weights=WEIGHTS, scales=SCALES, probe=True):
         for weight, scale in steps:
             truth = fp32_gradients(model, batch, loss_fn, weight)
             optimizer.zero_grad()
+            torch.manual_seed(SEED)
             with torch.autocast("cpu", dtype=torch.float16):
                 loss = loss_fn(model, batch) * weight
             scaler.scale(loss)
@@ -130,10 +135,11 @@ def table(rows):
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--models", default="")
+    parser.add_argument("--held-out", action="store_true", help="models that nothing was fitted on")
+    parser.add_argument("--models", default="", help="only these, of either set")
     parser.add_argument("--seeds", type=int, default=3)
     args = parser.parse_args()
-    names = args.models.split(",") if args.models else list(MODELS)
+    names = args.models.split(",") if args.models else list(HELD_OUT if args.held_out else MODELS)
     weights, scales = (WEIGHTS[::2], SCALES[::3]) if args.quick else (WEIGHTS, SCALES)
     everything, start = [], time.perf_counter()
     print(f"{'model':22s} {'rows':>6s} {'probe mean/worst':>17s} {'free mean/worst':>16s} {'inside':>7s} {'width':>6s}")
