@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from ampscope.version import VERSION as __version__
+
 if TYPE_CHECKING:
     from ampscope_dashboards.notebook import show as show
 
@@ -31,8 +33,6 @@ if TYPE_CHECKING:
     from ampscope.run.find import find_runs as find_runs
     from ampscope.run.find import open_run as open_run
     from ampscope.run.run import Run as Run
-
-__version__ = "0.1.0"
 
 _PUBLIC = {
     "AmpscopeError": "ampscope.errors",

@@ -12,6 +12,7 @@ from ampscope.log.rundir import RunClaim
 from ampscope.log.schema import Header
 from ampscope.probe import names
 from ampscope.probe.window import host_value
+from ampscope.version import VERSION
 
 
 def make_header(
@@ -23,8 +24,6 @@ def make_header(
     settings: Mapping[str, Any],
 ) -> Header:
     """Describe a run: layers, scaler, versions, device, how gradients are spread over ranks, settings of `watch`."""
-    from ampscope import __version__
-
     device = next((str(p.device) for m in models.values() for p in m.parameters()), "cpu")
     return Header(
         layers=[names.make_layer(n, p) for n, p in names.collect(models)],
@@ -33,7 +32,7 @@ def make_header(
         world_size=world,
         first_step=found.first_step,
         scaler=describe_scaler(scaler),
-        versions={"ampscope": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        versions={"ampscope": VERSION, "torch": torch.__version__, "python": platform.python_version()},
         device=device,
         device_name=torch.cuda.get_device_name(torch.device(device))
         if device.startswith("cuda")
