@@ -11,6 +11,7 @@ import torch
 
 from ampscope.errors import AmpscopeError
 from ampscope.probe import names
+from ampscope.probe.objective import loss_of
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 DEFAULT_SCALES = tuple(2.0**k for k in (0, 4, 8, 12, 16))
@@ -99,7 +100,7 @@ def _power(x: float) -> str:
 
 def audit(
     model: torch.nn.Module | Sequence[torch.nn.Module] | dict[str, torch.nn.Module],
-    loss_fn: Callable[[Any, Any], torch.Tensor],
+    loss_fn: Callable[..., Any],
     batch: Any,
     *,
     scales: Sequence[float] = DEFAULT_SCALES,
@@ -112,7 +113,8 @@ def audit(
 
     Args:
         model: what is differentiated; all parameters that require a gradient are compared.
-        loss_fn: called as `loss_fn(model, batch)`; returns a scalar loss of shape [] (forward and loss both run under autocast).
+        loss_fn: called as `loss_fn(model, batch)`, with one argument as `loss_fn(batch)`; a module or function of `torch.nn` is
+            called as `loss_fn(model(inputs), target)`. Returns a scalar loss of shape [] (forward and loss both run under autocast).
         batch: handed to `loss_fn`.
         scales: loss scales to try, positive.
         dtype: torch.float16 or torch.bfloat16.
@@ -165,9 +167,7 @@ def _gradients(
     device: str,
 ) -> tuple[float, list[Array | None]]:
     with torch.autocast(device, dtype=dtype or torch.bfloat16, enabled=dtype is not None), torch.enable_grad():
-        loss = loss_fn(model, batch)
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
-        raise AmpscopeError("audit(): loss_fn(model, batch) must return a scalar tensor that requires a gradient")
+        loss = loss_of(loss_fn, model, batch)
     grads = torch.autograd.grad(loss, params, torch.full_like(loss, scale, dtype=loss.dtype), allow_unused=True)
     out: list[Array | None] = []
     found: list[torch.Tensor | None] = list(grads)  # None where unused, whatever the stubs say
