@@ -171,6 +171,17 @@ def test_a_larger_initial_scale_skips_until_the_maxima_fit(tmp_path):
     assert (got.limit == 65520.0).all()
 
 
+def test_a_replay_prints_in_a_few_lines(tmp_path):
+    """For a notebook or a terminal: no arrays."""
+    found = ampscope.replay(made(tmp_path, [1.0] * 40), init_scale=2.0**24)
+    text = str(found)
+    assert len(text.splitlines()) <= 4
+    assert "init_scale 2^24" in text
+    assert f"{found.skipped_steps} skipped" in text
+    assert "least waste" in text
+    assert "array(" not in text
+
+
 def test_a_smaller_initial_scale_saves_the_warm_up(tmp_path):
     """Recorded: skips from 2^20 down. From 2^10 on there are none, and the best setting found has none either."""
     run = made(tmp_path, [1.0] * 30, scale=2.0**20)

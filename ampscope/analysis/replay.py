@@ -73,6 +73,29 @@ class Replay:
     """Sum of `wasted` with that setting, in steps; NaN without one."""
     assumptions: tuple[str, ...]
 
+    def __str__(self) -> str:
+        """Return a few lines for people: these settings, the recorded ones, the best found, the assumption."""
+        n = len(self.steps)
+        lines = [
+            f"replayed {n} steps with {_words(self.settings)}: {self.skipped_steps} skipped "
+            f"({self.recorded_skipped_steps} recorded, {self.hopeless_steps} at any scale), "
+            f"{self.too_low_steps} at too low a scale, {np.nansum(self.wasted):.2f} steps wasted"
+        ]
+        if self.best is not None:
+            lines.append(
+                f"least waste: {_words(self.best)}: {self.best_skipped_steps} skipped, {self.best_wasted:.2f} steps wasted"
+            )
+        return "\n".join([*lines, *self.assumptions[:1]])
+
+
+def _words(settings: Settings | None) -> str:
+    if settings is None:
+        return "no scaler"
+    return (
+        f"init_scale {power(settings.init_scale)}, growth_factor {settings.growth_factor:g}, "
+        f"backoff_factor {settings.backoff_factor:g}, growth_interval {settings.growth_interval}"
+    )
+
 
 def replay(
     run: Run,
