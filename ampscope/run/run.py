@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from ampscope.errors import AmpscopeError
 from ampscope.log.streams import stream_files
 from ampscope.record import underflow
 from ampscope.record.step import NOT_SAMPLED
-from ampscope.run import metrics, shards
+from ampscope.run import estimates, metrics, shards
 from ampscope.run.core import LayerKey, RunCore, Session, cells
 from ampscope.run.merge import by_series
 from ampscope.run.series import Series
@@ -86,19 +86,14 @@ class Run(RunCore):
             if self.joins(rank):
                 return shards.several(self, names, wanted)
             first, stop = (int(wanted[0]), int(wanted[-1]) + 1) if len(wanted) else (0, 0)
-            at_step = (self.scalar(n, rank, first, stop)[wanted - first] for n in ("loss_scale", "loss", "micro_steps"))
-            scale, loss, micro = at_step
+            scale = self.scalar("loss_scale", rank, first, stop)[wanted - first]
             shape = (len(wanted), len(self.now.layers))
             out = {name: np.full(shape, np.nan, np.float32) for name in names}
             needed = tuple(dict.fromkeys(c for name in names for c in metrics.columns_of(name)))
             estimated = any(metrics.needs_estimate(name) for name in names)
-            contexts: dict[int, underflow.Context] = {}
-            for series, to, layers, columns in self.parts(needed, rank, wanted):
+            parts = self._estimated_parts if estimated else self.parts
+            for series, to, layers, columns in parts(needed, rank, wanted):
                 numel = np.array([x.numel for x in series.header.layers] if series.header else [], np.int64)
-                if estimated:
-                    context = contexts.get(id(series)) or contexts.setdefault(id(series), self._context(series))
-                    found = underflow.estimate(columns, context, scale[to], loss[to], micro[to])
-                    columns = {**columns, **dict(zip(metrics.ESTIMATES, found, strict=True))}
                 carried = scale[to]
                 if series.header and series.header.kind == "activations":  # outputs carry no scale, their gradients do
                     plain = np.array([x.name.endswith(":output") for x in series.header.layers], bool)
@@ -106,6 +101,15 @@ class Run(RunCore):
                 for name in names:
                     out[name][cells(to, layers, shape[1])] = metrics.compute(name, columns, carried, numel)
             return out
+
+    def _estimated_parts(
+        self, names: Sequence[str], rank: int | None, wanted: Array
+    ) -> Iterator[tuple[Series, Array, Array, dict[str, Array]]]:
+        """Yield what `parts` does, with the underflow estimate among the columns."""
+        now, ordered = self.now, self.ordered
+        for i, (at, to) in by_series(now.rows[self.check_rank(rank)], wanted).items():
+            for part, columns in estimates.parts(ordered[i], names, at, self._context(ordered[i])):
+                yield ordered[i], to[part], now.maps[i], columns
 
     def _context(self, series: Series) -> underflow.Context:
         header = series.header
