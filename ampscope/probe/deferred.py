@@ -7,12 +7,11 @@ same inputs, vanished constants, 1/σ) is not known of these births.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from ampscope.probe.tracer import Birth, Trace
+from ampscope.probe.births import Birth, Trace
 
 CARRY = {
     "add",

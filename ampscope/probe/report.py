@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from ampscope.probe.tracer import Birth, OpTracer, Trace, host, summary
+from ampscope.probe.births import Birth, Trace
+from ampscope.probe.tracer import OpTracer
+from ampscope.probe.values import host, summary
 from ampscope.record.step import Event
 
 LOSS = "(loss function)"
