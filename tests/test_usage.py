@@ -7,8 +7,8 @@ import torch
 
 from ampscope.analysis.rules import scale, setup
 from ampscope.analysis.rules.context import Facts
+from ampscope.probe.factors import divides
 from ampscope.probe.state import has_tensor_cores
-from ampscope.probe.usage import _divides
 from ampscope.record.step import Event
 from tests.cases.common import MLP, half
 from tests.casing import play
@@ -85,7 +85,7 @@ def test_a_division_by_the_scale_is_found_in_a_graph(how):
     done = {"times": g * (1 / 64.0), "division": g / 64.0, "tensor": g * (1.0 / factor), "none": g, "other": g * 0.5}[
         how
     ]
-    assert _divides((done * 2.0).pow(2).sum(), factor) is (how in ("times", "division", "tensor"))
+    assert divides((done * 2.0).pow(2).sum(), factor) is (how in ("times", "division", "tensor"))
 
 
 def test_gradients_kept_in_an_accumulation_are_not_stale(tmp_path):

@@ -20,6 +20,7 @@ import torch
 
 from ampscope.probe.observer import Observer
 from ampscope.probe.recorder import Recorder
+from ampscope.probe.stamps import head
 from ampscope.record.step import Event
 
 NAMED = 20
@@ -95,16 +96,16 @@ class State(Observer):
         at = recorder.window.step - self._first_step
         if at >= ROUNDING_STEPS and at % ROUNDING_EVERY:
             return
-        self._before = {id(p): _head(p).clone() for p, _ in _half_weights(optimizer)}
+        self._before = {id(p): head(p, ELEMENTS).clone() for p, _ in _half_weights(optimizer)}
 
     def after_optimizer_step(self, recorder: Recorder, optimizer: torch.optim.Optimizer) -> None:
         """Count half-precision weights that did not move; look at an optimizer's state once there is one."""
         for p, grad in _half_weights(optimizer):
             old = self._before.pop(id(p), None)
             if old is not None:
-                asked = _head(grad) != 0
+                asked = head(grad, ELEMENTS) != 0
                 recorder.observe("rounding/asked", asked.sum())
-                recorder.observe("rounding/unchanged", (asked & (old == _head(p))).sum())
+                recorder.observe("rounding/unchanged", (asked & (old == head(p, ELEMENTS))).sum())
         self._before.clear()
         if id(optimizer) not in self._stepped:
             self._stepped.add(id(optimizer))
@@ -161,8 +162,3 @@ def _half_weights(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.Tens
                 found += 1
                 if found >= TENSORS:
                     return
-
-
-def _head(t: torch.Tensor) -> torch.Tensor:
-    local = getattr(t, "_local_tensor", t).detach()
-    return local.reshape(-1)[:ELEMENTS] if local.is_contiguous() else local.flatten()[:ELEMENTS]

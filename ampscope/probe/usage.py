@@ -8,6 +8,7 @@ the rules' business (`ampscope.analysis.rules.usage`), not this file's. Beside e
 | `half_loss` | `scaled_loss_overflow` (elements) | the loss that went through `scale()` is float16; its product with the scale overflowed |
 | | `grads_kept` | gradients of the step before were still there when this step's backward began |
 | | `grads_changed_before_unscale` | in the first steps: changed in place between backward and unscaling |
+| | `grads_resized/OPTIMIZER` | in the first steps: a few gradients' largest element before unscaling or a bare step, over what it was right after backward |
 | | `accumulated_since/OPTIMIZER` | gradients were accumulated over an `update()`, since this step |
 | `unscale_inside` | `unscale_inside` | a scaled backward added to gradients that `unscale_` had divided already |
 | `outside_step` | `outside_step/scaled`, `/unscaled`, `/beside` | `optimizer.step()` called directly, on gradients that carry the scale, that were unscaled, or beside `scaler.step()` |
@@ -19,30 +20,24 @@ the rules' business (`ampscope.analysis.rules.usage`), not this file's. Beside e
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from functools import partial
 from types import FrameType
 from typing import Any
 
-import numpy as np
 import torch
 
-from ampscope.probe import hooks, losses
+from ampscope.probe import hooks, losses, stamps
+from ampscope.probe.factors import divides
 from ampscope.probe.observer import Observer
 from ampscope.probe.places import caller
 from ampscope.probe.recorder import Recorder
+from ampscope.probe.stamps import Stamp
 from ampscope.record.step import Event
 
-SAMPLE = 4
-"""Parameters an optimizer that are looked at where looking at all would cost."""
 LEARN = 3
 """Steps in which hooks tell which gradients come from scaled losses, and their version right after backward."""
 SAID = 3
 """Times the same thing is written down."""
-WALK = 20_000
-"""Nodes of a graph that are looked at, at most, for a division by the loss scale."""
-
-Stamp = tuple[int, int]
 
 
 class Usage(Observer):
@@ -55,6 +50,7 @@ class Usage(Observer):
         self._steps = 0
         # Learned in the first steps
         self._versions: dict[int, int] = {}
+        self._sizes = stamps.Sizes(())
         self._scaled_tasks: set[int] = set()
         self._carries_scale: dict[int, bool] = {}
         # By optimizer (id)
@@ -86,16 +82,19 @@ class Usage(Observer):
         """Install the hooks of the first steps."""
         self._recorder = recorder
         if _enabled(recorder):
+            self._sizes = stamps.Sizes(recorder.parameters)
             self._handles = hooks.post_accumulate(recorder.parameters, self._accumulated)
 
     def _accumulated(self, param: torch.Tensor) -> None:
         if param.grad is not None:
             self._versions[id(param)] = param.grad._version
+            self._sizes.note(param)
         self._carries_scale[id(param)] = torch._C._current_graph_task_id() in self._scaled_tasks
 
     def closed(self) -> None:
         """Remove the hooks."""
         self._handles.remove()
+        self._sizes.clear()
 
     # Losses and their backward
 
@@ -124,7 +123,7 @@ class Usage(Observer):
         self._graph_made = False
         scale = getattr(recorder.scaler, "_scale", None)
         tensors = [t for t, _ in losses.pairs(loss, loss)]
-        if self._asked_scale or scale is None or any(_divides(t, scale) for t in tensors):
+        if self._asked_scale or scale is None or any(divides(t, scale) for t in tensors):
             return
         recorder.observe("penalty_on_scaled", 1.0)
         text = "gradients of a scaled loss, taken with create_graph=True, enter the next loss without being divided by the scale"
@@ -140,17 +139,31 @@ class Usage(Observer):
         for key, optimizer in recorder.optimizers.items():
             if self._first:
                 kept = self._kept.get(key, {})
-                unchanged = any(kept.get(id(p)) == _stamp(p) for p in _some(optimizer) if p.grad is not None)
+                unchanged = any(
+                    kept.get(id(p)) == stamps.stamp(p) for p in stamps.some(optimizer) if p.grad is not None
+                )
                 if unchanged and key in self._since:
                     self._carried[key] = self._since[key]
                 elif unchanged:
                     self._stale.add(key)
-            elif key in self._stale and not _holds(optimizer):
+            elif key in self._stale and not stamps.holds(optimizer):
                 self._stale.discard(key)
-            if key in self._unscaled and _holds(optimizer):
+            elif key in self._carried and self._cleared(key, optimizer):
+                del self._carried[key]
+            if key in self._unscaled and stamps.holds(optimizer):
                 self._accumulating = True
-                self._held[key] = _stamps(optimizer)
+                self._held[key] = stamps.stamps(optimizer)
         self._first = False
+
+    def _cleared(self, key: int, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether gradients that were still there at this step's first backward have been cleared before a later one.
+
+        On a device clearing to zero and adding look alike: then any change counts as cleared, so that nobody is accused wrongly.
+        """
+        if stamps.on_host(optimizer):
+            return not stamps.holds(optimizer)
+        kept = self._kept.get(key, {})
+        return not any(kept.get(id(p)) == stamps.stamp(p) for p in stamps.some(optimizer) if p.grad is not None)
 
     def asked_scale(self) -> None:
         """`get_scale()` was called: code that divides scaled gradients by it is right."""
@@ -166,10 +179,13 @@ class Usage(Observer):
         if key in self._carried:
             recorder.observe(f"accumulated_since/{recorder.label(optimizer)}", float(self._carried.pop(key)))
         if self._steps < LEARN and self._versions:
-            known = [p for p in _some(optimizer) if p.grad is not None and id(p) in self._versions]
+            known = [p for p in stamps.some(optimizer) if p.grad is not None and id(p) in self._versions]
             changed = [p for p in known if p.grad is not None and p.grad._version != self._versions[id(p)]]
             if known and len(changed) == len(known):
                 recorder.observe("grads_changed_before_unscale", 1.0)
+            times = self._sizes.ratio(stamps.params(optimizer))
+            if times is not None:
+                recorder.observe(f"grads_resized/{recorder.label(optimizer)}", times)
 
     def after_unscaled(self, optimizer: torch.optim.Optimizer) -> None:
         """`unscale_` was called by the user's loop and returned."""
@@ -178,13 +194,13 @@ class Usage(Observer):
     def before_optimizer_step(self, recorder: Recorder, optimizer: torch.optim.Optimizer) -> None:
         """Note which way the step came, and steps without gradients."""
         label, key = recorder.label(optimizer), id(optimizer)
-        params = _params(optimizer)
+        params = stamps.params(optimizer)
         if params and all(p.grad is None for p in params):
             recorder.observe(f"no_grads/{label}", 1.0)
             text = f"{label} is stepped although none of its {len(params)} parameters has a gradient"
             self.say("no_grads", text, optimizer=label)
         before = self._held.pop(key, None)
-        if before is not None and before != _stamps(optimizer):
+        if before is not None and before != stamps.stamps(optimizer):
             recorder.observe("unscale_inside", 1.0)
             text = f"a scaled backward added to gradients of {label} that unscale_() had divided by the scale already"
             self.say("unscale_inside", text, optimizer=label)
@@ -198,7 +214,7 @@ class Usage(Observer):
     def _stepped_outside(self, recorder: Recorder, optimizer: torch.optim.Optimizer, label: str) -> None:
         """`optimizer.step()` by itself: a fault if its gradients carry the scale, or have been through this scaler."""
         unscaled = id(optimizer) in recorder.window.unscaled
-        known = [self._carries_scale[id(p)] for p in _params(optimizer) if id(p) in self._carries_scale]
+        known = [self._carries_scale[id(p)] for p in stamps.params(optimizer) if id(p) in self._carries_scale]
         mine = unscaled or any(known) or label in self._inside
         if not mine or _in_a_scaler():
             return
@@ -220,14 +236,14 @@ class Usage(Observer):
             recorder.observe("outside_step/beside", 1.0)
         stepped = set(window.stepped)
         for key, optimizer in recorder.optimizers.items():
-            if key in stepped or not any(p.grad is not None for p in _some(optimizer)):
+            if key in stepped or not any(p.grad is not None for p in stamps.some(optimizer)):
                 self._since.pop(key, None)
             else:
                 self._since.setdefault(key, window.step)
 
     def after_update(self, recorder: Recorder) -> None:
         """Remember the gradients: still there, unchanged, at the next backward, they were not cleared."""
-        self._kept = {key: _stamps(o) for key, o in recorder.optimizers.items()}
+        self._kept = {key: stamps.stamps(o) for key, o in recorder.optimizers.items()}
         self._next()
 
     def closed_without_update(self, recorder: Recorder) -> None:
@@ -239,6 +255,7 @@ class Usage(Observer):
         if self._steps == LEARN:
             self._handles.remove()
             self._versions.clear()
+            self._sizes.clear()
         self._first, self._accumulating, self._graph_made, self._asked_scale = True, False, False, False
         for what in (self._stale, self._unscaled, self._held, self._carried, self._outside, self._scaled_tasks):
             what.clear()
@@ -273,37 +290,6 @@ def _enabled(recorder: Recorder) -> bool:
     return recorder.scaler is not None and bool(recorder.scaler.is_enabled())
 
 
-def _params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def _some(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return a few parameters of an optimizer, spread over it."""
-    params = _params(optimizer)
-    return params if len(params) <= SAMPLE else [params[i * (len(params) - 1) // (SAMPLE - 1)] for i in range(SAMPLE)]
-
-
-def _stamp(param: torch.Tensor) -> Stamp | None:
-    """Return what changes when a parameter's gradient is another tensor or was changed in place."""
-    return (id(param.grad), param.grad._version) if param.grad is not None else None
-
-
-def _stamps(optimizer: torch.optim.Optimizer) -> dict[int, Stamp]:
-    return {id(p): stamp for p in _some(optimizer) if (stamp := _stamp(p)) is not None}
-
-
-def _holds(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer's gradients are there and, as far as the host can tell, not all zero."""
-    return any(p.grad is not None and not _zero(p.grad) for p in _some(optimizer))
-
-
-def _zero(grad: torch.Tensor) -> bool:
-    """Whether a gradient is known to be all zero (dense host tensors only)."""
-    return (
-        grad.device.type == "cpu" and grad.layout is torch.strided and not bool(grad.detach().count_nonzero().numpy())
-    )
-
-
 def _in_a_scaler() -> bool:
     """Whether a GradScaler's `step` is on the call stack: then it is another scaler's, not the watched one's."""
     frame: FrameType | None = sys._getframe(1)
@@ -312,61 +298,3 @@ def _in_a_scaler() -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def _divides(tensor: torch.Tensor, scale: torch.Tensor) -> bool:
-    """Whether the graph of `tensor` multiplies by 1/scale or divides by the scale somewhere.
-
-    A factor that is on a device is not looked at (that would wait for it): then any scalar factor counts.
-    """
-    value = float(scale.detach().numpy()) if scale.device.type == "cpu" else None
-    for name, other in _factors(tensor):
-        if other.device.type != "cpu" or value is None:
-            return True
-        number = _number(other)
-        wanted = value if name.startswith("Div") else 1.0 / value if value else 0.0
-        if wanted and abs(number / wanted - 1.0) < 1e-3:
-            return True
-    return False
-
-
-_NUMPY: dict[torch.dtype, Any] = {
-    torch.float64: np.float64,
-    torch.float32: np.float32,
-    torch.float16: np.float16,
-    torch.int64: np.int64,
-}
-
-
-def _number(tensor: torch.Tensor) -> float:
-    """Return a one-element host tensor's value; NaN for an unusual dtype.
-
-    Read from its storage: an operation on a factor that was a Python number fails below a dispatch mode.
-    """
-    dtype = _NUMPY.get(tensor.dtype)
-    storage = tensor.untyped_storage()
-    if dtype is None or storage.nbytes() > WALK:
-        return float("nan")
-    raw = bytes(storage.tolist())  # type: ignore[no-untyped-call]  # torch annotates it not
-    return float(np.frombuffer(raw, dtype)[tensor.storage_offset()])
-
-
-def _factors(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (node name, factor) of the multiplications and divisions by a scalar in a tensor's graph."""
-    todo: list[Any] = [tensor.grad_fn]
-    seen: set[Any] = set()
-    while todo and len(seen) < WALK:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        todo += [following for following, _ in node.next_functions]
-        name = node.name()
-        if name.startswith(("MulBackward", "DivBackward")):
-            for attribute in ("_saved_other", "_saved_self"):
-                try:
-                    saved = getattr(node, attribute, None)
-                except RuntimeError:  # freed by a backward
-                    continue
-                if isinstance(saved, torch.Tensor) and saved.numel() == 1 and not saved.requires_grad:
-                    yield name, saved

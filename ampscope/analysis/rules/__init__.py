@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ampscope.analysis.finding import Finding
-from ampscope.analysis.rules import backward, calls, forward, scale, setup, underflow
+from ampscope.analysis.rules import backward, calls, clipping, forward, resume, scale, setup, stepping, underflow
 from ampscope.analysis.rules.context import Facts
 
 
@@ -54,7 +54,7 @@ RULES: tuple[Rule, ...] = (
     _rule("optimizer-without-grads", calls.without_grads),
     _rule("scale-changed-within-accumulation", calls.within_accumulation, frozenset({"unscale-every-microbatch"})),
     _rule("penalty-on-scaled-grads", calls.penalty, FORWARD_LOST | {"one-optimizer-overflows-shared-scale"}),
-    _rule("optimizer-step-outside-scaler optimizer-step-without-unscale", calls.outside, FORWARD_LOST),
+    _rule("optimizer-step-outside-scaler optimizer-step-without-unscale", stepping.outside, FORWARD_LOST),
     _rule(
         "stale-nonfinite-grads",
         calls.stale,
@@ -95,9 +95,9 @@ RULES: tuple[Rule, ...] = (
     _rule("backward-overflow-norm-eps", backward.norm_eps, GRADIENTS_LOST),
     _rule("single-layer-nan backward-nan-finite-forward", backward.backward_nan, SCALE_FALLS),
     _rule(
-        "scaler-state-not-restored", calls.not_restored, frozenset({"warmup-calibration", "backward-overflow-depth"})
+        "scaler-state-not-restored", resume.not_restored, frozenset({"warmup-calibration", "backward-overflow-depth"})
     ),
-    _rule("clip-before-unscale", calls.clip_scaled, SCALE_LOW),
+    _rule("clip-before-unscale", clipping.clip_scaled, SCALE_LOW),
     _rule("loss-too-large-scale-below-one", scale.too_large, SCALE_FALLS),
     _rule("backward-overflow-depth", backward.depth, SCALE_LOW | {"warmup-calibration"}),
     # Nothing is skipped, yet
@@ -112,7 +112,7 @@ RULES: tuple[Rule, ...] = (
     _rule("weight-update-lost-to-rounding", setup.rounding),
     _rule("scale-stuck-low-underflow", underflow.stuck_low, SCALE_LOW),
     _rule("layer-underflow", underflow.layer_underflow, SCALE_LOW),
-    _rule("scheduler-advanced-on-skipped-step", calls.scheduler),
+    _rule("scheduler-advanced-on-skipped-step", stepping.scheduler),
     _rule("scaler-without-autocast", setup.no_autocast),
     _rule("scaler-useless-with-bf16", setup.bf16, frozenset({"scale-runaway-zero-grads"})),
     _rule("dead-units-zero-grad", underflow.dead_units),
