@@ -50,8 +50,9 @@ class Context:
         index = {layer.name: i for i, layer in enumerate(layers)}
         known = list(dict.fromkeys(index[n] for n in backward_order if n in index))
         seen = set(known)
-        order = known + [i for i in reversed(range(len(layers))) if i not in seen]
-        reader, owner = _readers(layers, order), _owners(layers)
+        owner = _owners(layers)
+        order = _vectors_first(known + [i for i in reversed(range(len(layers))) if i not in seen], owner)
+        reader = _readers(layers, order)
         shapes = [layer.shape for layer in layers]
         matrix = np.array([len(s) >= 2 for s in shapes], bool)
         bottleneck = np.array([_bottleneck(layers, i, int(r)) for i, r in enumerate(reader)], bool)
@@ -85,6 +86,14 @@ def _readers(layers: Sequence[Layer], order: Sequence[int]) -> Array:
         if len(shape) >= 2:
             latest[shape[1]] = last = i
     return reader
+
+
+def _vectors_first(order: Sequence[int], owner: Array) -> list[int]:
+    """Return the order with each vector right before the matrix of its module: autograd reaches the two together, in either order."""
+    owned: dict[int, list[int]] = {}
+    for i in order:
+        owned.setdefault(int(owner[i]), []).append(i)
+    return [j for i in order if owner[i] < 0 for j in (*owned.get(i, ()), i)]
 
 
 def _owners(layers: Sequence[Layer]) -> Array:
