@@ -6,7 +6,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ampscope.analysis.finding import Finding
-from ampscope.analysis.rules import backward, calls, clipping, forward, resume, scale, setup, stepping, underflow
+from ampscope.analysis.rules import (
+    backward,
+    calls,
+    clipping,
+    forward,
+    resume,
+    scale,
+    setup,
+    shared,
+    stepping,
+    underflow,
+)
 from ampscope.analysis.rules.context import Facts
 
 
@@ -76,7 +87,7 @@ RULES: tuple[Rule, ...] = (
         scale.constant_scale,
         FORWARD_LOST | {"eps-underflow-division", "backward-overflow-norm-eps", "backward-overflow-custom-function"},
     ),
-    _rule("one-optimizer-overflows-shared-scale", scale.one_optimizer, FORWARD_LOST),
+    _rule("one-optimizer-overflows-shared-scale", shared.one_optimizer, FORWARD_LOST),
     # Forward
     _rule("parameter-underflow-on-cast", underflow.cast_underflow, SCALE_LOW),
     _rule("forward-nan-softmax-all-masked", forward.softmax_masked, GRADIENTS_LOST | {"forward-overflow-activation"}),

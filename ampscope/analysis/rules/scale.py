@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
-
 import numpy as np
 
 from ampscope.analysis.finding import Finding
 from ampscope.analysis.rules import births
 from ampscope.analysis.rules.births import blamed, innocence, numbers, place
-from ampscope.analysis.rules.context import Array, Facts, count, finding, listing, modules, power, span
+from ampscope.analysis.rules.context import Facts, count, finding, listing, modules, power, span
 
 FP32_NORMAL, INVERSE_IS_INF = 2.0**-126, 2.0**-128
 """Below the first, 1/scale nears FP32's end; from the second on it is inf, and finite gradients become inf or NaN after the check."""
@@ -21,8 +19,6 @@ STUCK_SKIPS, SAME = 5, 0.99
 """Skips in a row at one scale from which a floor is meant; each skip of a plain GradScaler halves it, so that two would do."""
 LARGE_SKIPS = 3
 """Skips with a finite loss on the way to a scale below 1: fewer could come from a scale that was set there by hand."""
-STARVED_SHARE, OTHERS_SHARE, STARVED_SKIPS = 0.2, 0.2, 4
-"""One optimizer to blame: it skips at least this share of the steps and this often, the others at most this share of that."""
 
 
 def below_normal(f: Facts) -> Finding | None:
@@ -236,44 +232,3 @@ def ranks(f: Facts) -> Finding | None:
         remedy="""Average gradients over ranks (DDP) before unscale_, so that all see the same inf; use ShardedGradScaler with FSDP; load
             the same scaler state on every rank.""",
     )
-
-
-def one_optimizer(f: Facts) -> Finding | None:
-    """With one scaler for several optimizers, one keeps the scale down for the others."""
-    flags = {name: values > 0 for name, values in f.observed_like("skipped/").items()}
-    if len(flags) < 2 or not f.skipped.any() or f.inputs:
-        return None
-    tally = {name: int(v.sum()) for name, v in flags.items()}
-    worst = max(tally, key=lambda k: tally[k])
-    others = sum(tally.values()) - tally[worst]
-    if tally[worst] < max(STARVED_SKIPS, STARVED_SHARE * f.n) or others > OTHERS_SHARE * tally[worst]:
-        return None
-    if f.calibration[flags[worst]].all():
-        return None
-    rest = [i for i, layer in enumerate(f.layers) if layer.optimizer not in ("", worst)]
-    e = f.roots[0] if f.roots else None
-    cause = f"The value is made by {e.op} in {place(e)} ({e.where})." if e else ""
-    names = ", ".join(k for k in tally if k != worst)
-    return finding(
-        "one-optimizer-overflows-shared-scale",
-        "error",
-        f"{worst} overflows and pulls the shared loss scale down for {names}",
-        e.phase if e else "forward" if f.loss_bad[f.skipped].mean() > 0.5 else "backward",
-        layers=tuple(dict.fromkeys([*(blamed(f.roots) if e else ()), *modules(f.owned(worst))])),
-        op=e.op if e else "",
-        where=e.where if e else "",
-        steps=span(f.at(flags[worst])),
-        evidence=f"""{worst} found inf or NaN in {tally[worst]} of {f.n} steps, {names} in {others}. Each time the scale they share was
-            halved, from {power(f.scale[0])} to {power(f.scale[-1])}; {_zeros(f, rest)} {cause}""",
-        numbers={"skips": tally, "first_scale": float(f.scale[0]), "last_scale": float(f.scale[-1])},
-        remedy=f"Fix the overflow in {worst}'s part (FP32 there), and give each optimizer a GradScaler of its own.",
-    )
-
-
-def _zeros(f: Facts, layers: list[int]) -> str:
-    """Say how many gradient elements of these layers were zero in the last quarter."""
-    values: Array = f.metric("zero_ratio")[-max(len(f.rows) // 4, 1) :, layers] if layers else np.zeros(0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # nothing was measured
-        share = float(np.nanmedian(values)) if values.size else float("nan")
-    return f"at the end {share:.0%} of the other gradients' elements were zero." if share == share else ""

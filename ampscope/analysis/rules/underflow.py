@@ -27,6 +27,29 @@ def flushed(f: Facts) -> Array:
     return np.where(np.isfinite(measured), measured, free)
 
 
+def surely_flushed(f: Facts) -> Array:
+    """Return a flushed share a layer that is not overstated, float64 [L]: measured, or the larger of the low bound and half the estimate."""
+    share, measured = flushed(f), np.isfinite(f.typical("underflow_ratio_measured"))
+    return np.where(measured, share, np.maximum(f.typical("underflow_ratio_low"), share / 2))
+
+
+def _behind(f: Facts, found: Sequence[int], share: Array) -> Array:
+    """Return `share`, with the layers that get nothing at all, and lie behind one of `found` on the way back, as lost altogether.
+
+    Such a layer keeps no survivor to be judged by, and its bounds allow both; but the flow that reaches it has been flushed already.
+    """
+    out = share.copy()
+    rank = {i: k for k, i in enumerate(f.order)}
+    first = min((rank[i] for i in found if i in rank), default=None)
+    if first is None:
+        return out
+    zero, high = f.typical("zero_ratio"), f.typical("underflow_ratio_high")
+    for i, k in rank.items():
+        if k > first and zero[i] > DEAD_ZERO and high[i] > DEAD_ZERO:
+            out[i] = zero[i]
+    return out
+
+
 def _worst(f: Facts, share: Array) -> list[int]:
     """Return the layers above `MATTERS`: weight matrices first, the most lost first, of equal ones those nearest the input."""
     found = [i for i in range(len(share)) if share[i] > MATTERS]
@@ -52,6 +75,8 @@ def no_scaling(f: Facts) -> Finding | None:
     found = _worst(f, share)
     if not found:
         return None
+    share = _behind(f, found, share)
+    found = _worst(f, share)
     state = "disabled" if f.scaler.get("type") else "missing"
     return finding(
         "gradient-underflow-no-scaling",
@@ -78,6 +103,8 @@ def stuck_low(f: Facts) -> Finding | None:
     found = _worst(f, share)
     if not found:
         return None
+    share = _behind(f, found, share)
+    found = _worst(f, share)
     typical = float(np.median(f.scale[good]))
     interval = f.scaler.get("growth_interval")
     better = typical * 2.0 ** max(int(f.headroom) - 1, 0)
@@ -103,8 +130,7 @@ def layer_underflow(f: Facts) -> Finding | None:
     if not f.enabled or not f.fp16 or good.sum() < ENOUGH or not f.headroom < ROOM_BITS:
         return None
     share = flushed(f)
-    measured = np.isfinite(f.typical("underflow_ratio_measured"))
-    sure = np.where(measured, share, np.maximum(f.typical("underflow_ratio_low"), share / 2))
+    sure = surely_flushed(f)
     found = [i for i in _worst(f, share) if sure[i] > MATTERS]
     if not found:
         return None
