@@ -53,6 +53,8 @@ class UnderflowProbe(Observer):
             for m in r.modules()
         ):
             self._refuse(recorder, "FSDP shards the gradients")
+        elif any(hasattr(p, "_local_tensor") for p in recorder.parameters):
+            self._refuse(recorder, "parameters are distributed tensors, whose backward waits for other ranks")
 
     def closed(self) -> None:
         """Forget tensors."""
@@ -85,6 +87,8 @@ class UnderflowProbe(Observer):
             if isinstance(t, torch.Tensor) and t.requires_grad
         ]
         for tensor in losses:
+            if first_of_static_graph(tensor):
+                return
             why = unfit(tensor)
             if why:
                 self._refuse(recorder, why)
@@ -204,6 +208,16 @@ def unfit(loss: torch.Tensor) -> str:
             continue
         return f"the graph holds the custom function {cls.__name__ or name}, whose backward may change what it saved"
     return ""
+
+
+def first_of_static_graph(loss: torch.Tensor) -> bool:
+    """Whether the first backward of DDP with `static_graph=True` is yet to come: it asks for the all-reduce, and must be the user's."""
+    for node in nodes(loss):
+        if getattr(getattr(node, "_forward_cls", None), "__name__", "") == "_DDPSink":
+            ddp = node.ddp_weakref()
+            if ddp is not None and ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued:
+                return True
+    return False
 
 
 def nodes(loss: torch.Tensor) -> Iterator[Any]:
