@@ -12,10 +12,11 @@ import pytest
 import ampscope
 from ampscope.log import frames
 from ampscope.log.arrows import TAIL_BATCHES, ArrowSink
-from ampscope.log.encode import encode, encode_events, trim
+from ampscope.log.encode import begin, complete, encode, encode_events, trim
 from ampscope.log.files import AppendFile
 from ampscope.log.schema import Header
 from ampscope.log.streams import Stream
+from ampscope.record import derive, underflow
 from ampscope.record.step import BINS, MEASURED, Event, Layer, LayerStats, StepRecord
 from tests.helpers_log import make_layers, records, write_run
 
@@ -252,3 +253,48 @@ def test_events_without_a_step_make_no_step(tmp_path):
     assert run.refresh()
     assert run.steps.tolist() == [0, 1]
     assert len(run.events) == 1
+
+
+def test_compact_columns_are_sums_over_the_histogram():
+    """Each count against the sum it stands for, at scales that put the limit outside the used bins too; empty layers included."""
+    rng = np.random.default_rng(0)
+    stats = LayerStats.empty(7)
+    for i, (low, high) in enumerate(
+        [(0, 256), (80, 140), (126, 127), (0, 3), (200, 255), (100, 104)]
+    ):  # the last has none
+        stats.exponents[i, low:high] = rng.integers(0, 9, high - low)
+        stats.exact[i] = rng.integers(0, stats.exponents[i] + 1)
+    for chosen in (np.arange(7), np.array([1, 5]), np.array([6]), np.array([], np.int64)):
+        part = LayerStats(**{n: getattr(stats, n)[chosen] for n in LayerStats.__dataclass_fields__})
+        e, exact = part.exponents, part.exact
+        for scale in (2.0**-120, 0.3, 1.0, 3.0, 2.0**16, 2.0**127, np.inf, np.nan, 0.0, -1.0):
+            columns = derive.compact(part, scale)
+            assert columns["subnormal"].tolist() == [int(x[: 127 - 14].sum()) for x in e]
+            assert columns["low_octave"].tolist() == [int(x[127 - 14]) for x in e]
+            assert columns["lowest"].tolist() == [int(x[: 127 - 23].sum()) for x in e]
+            assert columns["below_grid"].tolist() == [int(x[: 127 - 24].sum()) for x in e]
+            valid = 0 < scale < np.inf
+            edge = min(127 - 25 + int(np.floor(np.log2(scale))), 254) if valid else 0
+            flushed = [int(x[:edge].sum() + y[edge]) if edge > 0 else 0 for x, y in zip(e, exact, strict=True)]
+            assert columns["below_unscaled"].tolist() == flushed
+            for x, median in zip(e, columns["median_bin"], strict=True):
+                values = np.repeat(np.arange(256), x)
+                assert median == (values[(len(values) - 1) // 2] if len(values) else 0)
+
+
+def test_rows_completed_together_are_as_if_completed_alone():
+    """The estimate and the totals of many rows at once, among them rows without statistics."""
+    layers = make_layers(3, 64)
+    numel = np.array([64] * 3)
+    rows = [begin(r, i, 3) for i, r in enumerate(records(6, layers))]
+    rows.insert(2, begin(StepRecord(9, 9.0, {"loss": 1.0}), 6, 3))
+    alone = [begin(r, i, 3) for i, r in enumerate(records(6, layers))]
+    context = underflow.Context.of(layers)
+    complete(rows, numel, context)
+    for row in alone:
+        complete([row], numel, context)
+    del rows[2]
+    for a, b in zip(rows, alone, strict=True):
+        assert a.scalars == b.scalars
+        assert np.array_equal(a.flushed, b.flushed)
+        assert np.isfinite(a.scalars["grad_norm"])

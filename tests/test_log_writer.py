@@ -156,12 +156,51 @@ def test_the_queue_is_bounded_and_keeps_the_newest():
         box.put("record", i)
     assert time.monotonic() - begin < 4 * inbox.PATIENCE
     box.put("flush", None)
-    got = [box.get(0) for _ in range(5)]
+    got = [item for _ in range(5) for item in box.get(0)]
     assert [v for w, v in got if w == "record"] == list(range(196, 200))
     assert got[-1] == ("flush", None)
     assert box.take_drops() == 196
     assert box.take_drops() == 0
-    assert box.get(0) == ("", None)
+    assert box.get(0) == []
+
+
+def test_records_are_handed_over_many_at_a_time_and_urgent_items_at_once():
+    """A complete record waits a moment for others; one on a device, an event, a flush wakes the writer; many do too."""
+    box = Inbox(2)
+
+    def timed(*items):
+        for item in items:
+            box.put(*item)
+        begin = time.monotonic()
+        return [v for _, v in box.get(30.0)], time.monotonic() - begin
+
+    got, seconds = timed(("record", 0, False), ("record", 1, False))
+    assert got == [0, 1]
+    assert seconds > 0.8 * inbox.LINGER
+    got, seconds = timed(("record", 2, False), ("record", 3, True), ("record", 4, False))
+    assert got == [2, 3, 4]
+    assert seconds < 0.5 * inbox.LINGER
+    got, seconds = timed(*[("record", i, False) for i in range(inbox.MANY + 1)])
+    assert got == list(range(inbox.MANY))
+    assert seconds < 0.5 * inbox.LINGER
+    assert [v for _, v in box.get(0.0)] == [inbox.MANY]
+
+
+def test_a_sleeping_writer_is_woken_once_for_a_row_of_records():
+    """The first record starts the wait for others; those after it do not wake the writer again."""
+    box, got, woken = Inbox(2), [], []
+    notify = box._changed.notify_all
+    box._changed.notify_all = lambda: (woken.append(1), notify())
+    reader = threading.Thread(target=lambda: got.extend(box.get(30.0)))
+    reader.start()
+    while not box._asleep:
+        time.sleep(0.001)
+    for i in range(5):
+        box.put("record", i, False)
+        time.sleep(0.002)
+    reader.join()
+    assert [v for _, v in got] == list(range(5))
+    assert len(woken) <= 3
 
 
 def test_a_fast_loop_waits_for_the_writer_instead_of_losing_records(tmp_path):

@@ -51,24 +51,42 @@ def trim(exponents: Array, exact: Array) -> Trimmed:
     return layers, first, last - first + (1 if len(layers) else 0), exponents[layers][inside], exact[layers][inside]
 
 
-def encode(
-    record: StepRecord, row: int, layers: Sequence[Layer], numel: Array, context: underflow.Context | None = None
-) -> Row:
-    """Encode one record. A record of fewer layers than `layers` (taken before the set grew) is padded."""
+def begin(record: StepRecord, row: int, n_layers: int) -> Row:
+    """Encode one record but for what `complete` adds. One of fewer than `n_layers` layers (taken before the set grew) is padded."""
     scalars = {k: float(v) for k, v in record.scalars.items() if k in _KNOWN}
     scalars["time"] = record.time
     out = Row(row, True, record.step, scalars, custom=record.custom, observed=record.observed, events=record.events)
     out.weight_norm, out.probed_flushed = record.weight_norm, record.probed_flushed
     if record.layers is not None:
-        stats = _pad(record.layers, len(layers))
-        scale = scalars.get("loss_scale", 1.0)
-        out.columns = derive.compact(stats, scale)
-        context = context or underflow.Context.of(layers)
-        loss, micro_steps = scalars.get("loss", 1.0), scalars.get("micro_steps", 1.0)
-        out.flushed = underflow.estimate(out.columns, context, scale, loss, micro_steps)[0]
-        scalars.update(derive.totals(out.columns, numel, scale, out.flushed))
+        stats = _pad(record.layers, n_layers)
+        out.columns = derive.compact(stats, scalars.get("loss_scale", 1.0))
         if record.keep_exponents:
             out.histogram = trim(stats.exponents, stats.exact)
+    return out
+
+
+def complete(rows: Sequence[Row], numel: Array, context: underflow.Context) -> None:
+    """Add the free underflow estimate and the run-wide scalars to rows of the same layers: many at once, since one costs as much as ten."""
+    rows = [row for row in rows if row.columns is not None]
+    if not rows:
+        return
+    table = {name: np.stack([row.columns[name] for row in rows if row.columns]) for name in rows[0].columns or ()}
+    scale, loss, micro_steps = (
+        np.array([row.scalars.get(name, 1.0) for row in rows]) for name in ("loss_scale", "loss", "micro_steps")
+    )
+    flushed = underflow.estimate(table, context, scale, loss, micro_steps)[0]
+    found = derive.totals(table, numel, scale, flushed)
+    for i, row in enumerate(rows):
+        row.flushed = flushed[i]
+        row.scalars.update({name: float(values[i]) for name, values in found.items()})
+
+
+def encode(
+    record: StepRecord, row: int, layers: Sequence[Layer], numel: Array, context: underflow.Context | None = None
+) -> Row:
+    """Encode one record by itself."""
+    out = begin(record, row, len(layers))
+    complete([out], numel, context or underflow.Context.of(layers))
     return out
 
 

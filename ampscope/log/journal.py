@@ -13,12 +13,15 @@ import numpy as np
 
 from ampscope.errors import LogError
 from ampscope.log.arrows import ArrowSink
-from ampscope.log.encode import Row, encode, encode_events
+from ampscope.log.encode import Row, begin, complete, encode_events
 from ampscope.log.lost import Lost
 from ampscope.log.schema import Header
 from ampscope.log.tensorboard import TensorBoardSink, make_sink
 from ampscope.record import underflow
 from ampscope.record.step import Event, Layer, StepRecord
+
+TOGETHER = 32
+"""Rows that are completed at once, at most."""
 
 
 class Journal:
@@ -41,6 +44,8 @@ class Journal:
         self._step = header.first_step
         self._warned = False
         self._closing: list[ArrowSink] = []
+        self._begun: list[Row] = []
+        """Encoded, and to be completed together."""
         self._sink = ArrowSink(folder, header)
         self._board: TensorBoardSink | None = None
         self.attempt(self._open_board, tensorboard)
@@ -52,7 +57,7 @@ class Journal:
     @property
     def pending(self) -> bool:
         """Whether something waits to be written."""
-        return bool(self._sink.pending or self._closing or self.lost)
+        return bool(self._begun or self._sink.pending or self._closing or self.lost)
 
     def attempt(self, do: Callable[..., Any], *args: Any) -> bool:
         """Run a step; return whether it went well. What the disk refuses is kept; anything else costs that step."""
@@ -92,24 +97,37 @@ class Journal:
         self._step = record.step
         for event in record.events:
             if event.data.get("topic") == "backward_order":
+                self._complete()
                 self._order = [str(n) for n in event.data.get("layers", ())]
                 self._context = self._make_context()
-        row = encode(record, self._row, self._header.layers, self._numel, self._context)
-        self._write(row)
-        if self._board is not None:
-            self.attempt(self._board.write, row)
+        self._begun.append(begin(record, self._row, len(self._header.layers)))
+        self._row += 1
+        if len(self._begun) >= TOGETHER:
+            self._complete()
+
+    def _complete(self) -> None:
+        """Hand the rows begun so far to the sinks."""
+        rows, self._begun = self._begun, []
+        together = self.attempt(complete, rows, self._numel, self._context)
+        for row in rows:  # one of them is to blame, if not
+            if (together or self.attempt(complete, [row], self._numel, self._context)) and self.attempt(
+                self._sink.write, row
+            ):
+                if self._board is not None:
+                    self.attempt(self._board.write, row)
+            else:
+                self.lost.add([row.step], "it could not be encoded")
 
     def events(self, events: Sequence[Event]) -> None:
         """Take events that belong to no record."""
         if events:
-            self.attempt(lambda: self._write(encode_events(events, self._row, self._clock())))
-
-    def _write(self, row: Row) -> None:
-        self._sink.write(row)
-        self._row += 1
+            self._complete()
+            row = encode_events(events, self._row, self._clock())
+            self._row += self.attempt(self._sink.write, row)
 
     def layers(self, layers: Sequence[Layer]) -> None:
         """From the next record on the layers are these: a new part of the log, or before any row a new header."""
+        self._complete()
         if self._sink.taken:
             self._closing.append(self._sink)
         else:
@@ -124,6 +142,7 @@ class Journal:
 
     def flush(self) -> None:
         """Put everything on disk, if the disk lets us."""
+        self._complete()
         while self._closing and self.attempt(self._closing[0].close):
             self._settle(self._closing.pop(0))
         if len(self._closing) > 8:  # a disk that stays full while layers change again and again

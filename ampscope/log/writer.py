@@ -85,7 +85,8 @@ class LogWriter:
     def submit(self, pending: Pending) -> None:
         """Queue a record; returns at once unless the writer is far behind."""
         if self._open:
-            self._inbox.put("record", pending)
+            # What lies on a device wakes the writer: observers wait to see it.
+            self._inbox.put("record", pending, urgent=not isinstance(pending, Resolved))
         elif not self._closed:
             self._closed = True
             say("ampscope: watch() was called before this process was forked off; its steps are not recorded.")
@@ -120,33 +121,44 @@ class LogWriter:
     # On the writer's thread
 
     def _run(self) -> None:
-        journal, next_flush = self._journal, float("inf")
-        next_beat = time.monotonic() + HEARTBEAT
+        next_flush, next_beat = float("inf"), time.monotonic() + HEARTBEAT
         while True:
-            what, value = self._inbox.get(min(next_flush, next_beat) - time.monotonic())
-            if what == "record":
-                self._record(value)
-            elif what == "events":
-                journal.events(value)
-            elif what == "layers":
-                self._inbox.resize(len(value))
-                journal.layers(value)
-            elif what == "close":
-                self._note_drops()
-                journal.close()
-                return
+            waiting: list[threading.Event] = []
+            for what, value in self._inbox.get(min(next_flush, next_beat) - time.monotonic()):
+                if what == "flush":
+                    waiting.append(value)
+                elif what == "close":
+                    self._close(waiting)
+                    return
+                else:
+                    self._take(what, value)
             now = time.monotonic()
-            if what == "flush" or now >= next_flush:
+            if waiting or now >= next_flush:
                 self._note_drops()
-                journal.flush()
+                self._journal.flush()
                 next_flush = float("inf")
-            if what == "flush":
-                value.set()
-            if journal.pending and next_flush == float("inf"):
+            for done in waiting:
+                done.set()
+            if self._journal.pending and next_flush == float("inf"):
                 next_flush = now + FLUSH
             if now >= next_beat:
-                journal.beat()
+                self._journal.beat()
                 next_beat = now + HEARTBEAT
+
+    def _take(self, what: str, value: Any) -> None:
+        if what == "record":
+            self._record(value)
+        elif what == "events":
+            self._journal.events(value)
+        elif what == "layers":
+            self._inbox.resize(len(value))
+            self._journal.layers(value)
+
+    def _close(self, waiting: Sequence[threading.Event]) -> None:
+        self._note_drops()
+        self._journal.close()
+        for done in waiting:
+            done.set()
 
     def _record(self, pending: Pending) -> None:
         found: list[StepRecord] = []

@@ -18,73 +18,79 @@ SMALLEST = BIAS - 24
 """Histogram bin of FP16's smallest subnormal, 2^-24."""
 
 
-def flushed_below(exponents: Array, exact: Array, shift: Array | int, limit: int = -25) -> Array:
-    """Count elements with |g_s| * 2^shift <= 2^limit (they become zero under round-to-nearest-even where 2^limit is half the smallest subnormal).
-
-    Args:
-        exponents, exact: int64 [L, BINS] histogram and exact powers.
-        shift: power of two the elements are multiplied by.
-        limit: exponent of the flush limit; -25 for FP16.
-
-    Returns:
-        int64 [L].
-    """
-    edge = int(np.clip(BIAS + limit - int(shift), -1, BINS - 2))
-    if edge < 0:
-        return np.zeros(exponents.shape[:-1], np.int64)
-    below = exponents[..., :edge].sum(-1)
-    return np.asarray(below + (exact[..., edge] if edge > 0 else 0), np.int64)
-
-
 def compact(stats: LayerStats, loss_scale: float) -> dict[str, Array]:
-    """Return the per-layer columns the log keeps of one step's statistics, [L] each (histograms excepted)."""
-    e = stats.exponents
-    total = e.sum(-1)
-    below_half = np.cumsum(e, -1)
-    median = (below_half >= (total[:, None] + 1) // 2).argmax(-1)
+    """Return the per-layer columns the log keeps of one step's statistics, [L] each (histograms excepted).
+
+    None keeps the histograms alive: rows wait for the next flush.
+    """
+    below = _Below(stats.exponents)
     if loss_scale > 0 and np.isfinite(loss_scale):
         # Judged at the power of two at or below the scale: g <= 2^-25 means g_s <= 2^-25 * S.
-        unscaled = flushed_below(e, stats.exact, -int(np.floor(np.log2(loss_scale))))
+        edge = int(np.clip(BIAS - 25 + int(np.floor(np.log2(loss_scale))), -1, BINS - 2))
+        unscaled = below(edge) + stats.exact[:, edge] if edge > 0 else below(edge)
     else:
-        unscaled = np.zeros(len(e), np.int64)
+        unscaled = below(0)
     return {
         "state": stats.state,
         "zeros": stats.zeros,
         "nan": stats.nan,
         "pos_inf": stats.pos_inf,
         "neg_inf": stats.neg_inf,
-        "subnormal": e[:, :NORMAL].sum(-1),
-        "low_octave": e[:, NORMAL],
-        "lowest": e[:, : SMALLEST + 1].sum(-1),
-        "below_grid": e[:, :SMALLEST].sum(-1),
+        "subnormal": below(NORMAL),
+        "low_octave": stats.exponents[:, NORMAL].copy(),
+        "lowest": below(SMALLEST + 1),
+        "below_grid": below(SMALLEST),
         "below_unscaled": unscaled,
         "max_abs": np.minimum(stats.max_abs, np.finfo(np.float32).max).astype(np.float32),
         "sum_squares": stats.sum_squares,
         "low_bits": stats.low_bits,
         "zero_rows": stats.zero_rows.astype(np.int32),
         "zero_cols": stats.zero_cols.astype(np.int32),
-        "median_bin": np.where(total > 0, median, 0).astype(np.uint8),
+        "median_bin": below.median(),
     }
 
 
-def totals(columns: dict[str, Array], numel: Array, loss_scale: float, flushed: Array) -> dict[str, float]:
-    """Return the run-wide scalars of one step from its compact columns and the flushed share a layer; NaN where nothing was measured."""
+class _Below:
+    """Counts of elements below a bin, of [L, BINS] histograms: one pass over the bins that are used."""
+
+    def __init__(self, exponents: Array) -> None:
+        used = np.flatnonzero(np.bitwise_or.reduce(exponents, axis=0)) if len(exponents) else np.zeros(0, np.int64)
+        self._first, end = (int(used[0]), int(used[-1]) + 1) if len(used) else (0, 1)
+        self._sums = np.cumsum(exponents[:, self._first : end], axis=1)
+
+    def __call__(self, edge: int) -> Array:
+        """Return int64 [L], elements in bins below `edge`."""
+        at = min(edge - self._first, self._sums.shape[1])
+        return self._sums[:, at - 1].copy() if at > 0 else np.zeros(len(self._sums), np.int64)
+
+    def median(self) -> Array:
+        """Return uint8 [L], the bin of the median element (the lower one of two), 0 where there is none."""
+        total = self._sums[:, -1:]
+        found = (self._sums >= (total + 1) // 2).argmax(1) + self._first
+        return np.where(total[:, 0] > 0, found, 0).astype(np.uint8)
+
+
+def totals(columns: dict[str, Array], numel: Array, loss_scale: Array, flushed: Array) -> dict[str, Array]:
+    """Return the run-wide scalars of T steps, float64 [T] each; NaN where nothing was measured.
+
+    Args:
+        columns: compact columns, [T, L].
+        numel: elements of a layer, [L].
+        loss_scale: of the step, [T].
+        flushed: free estimate of the share flushed, [T, L].
+    """
     on = columns["state"] == MEASURED
-    nan = float("nan")
-    if not on.any():
-        return dict.fromkeys(("grad_norm", "headroom_bits", "zero_ratio", "nonfinite_layers", "underflow_ratio"), nan)
-    elements = max(int(numel[on].sum()), 1)
-    infinite = columns["pos_inf"] + columns["neg_inf"]
-    bad = (columns["nan"] + infinite)[on] > 0
-    largest = columns["max_abs"][on].astype(np.float64)
-    largest = np.where(infinite[on] > 0, np.inf, largest)
-    largest = largest[~np.isnan(largest)]
-    lost = flushed[on] * numel[on]
+    nothing = ~on.any(1)
+    elements = np.maximum((on * numel).sum(1), 1)
+    infinite = (columns["pos_inf"] + columns["neg_inf"]) * on
+    largest = np.where(on & ~np.isnan(columns["max_abs"]), columns["max_abs"].astype(np.float64), -1.0)
+    largest = np.where(infinite > 0, np.inf, largest).max(1, initial=-1.0)
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
-        return {
-            "grad_norm": float(np.sqrt(columns["sum_squares"][on].sum()) / np.float64(loss_scale)),
-            "headroom_bits": float(np.log2(FP16_MAX / largest.max())) if len(largest) else nan,
-            "zero_ratio": float(columns["zeros"][on].sum() / elements),
-            "nonfinite_layers": float(bad.sum()),
-            "underflow_ratio": float(lost.sum() / elements),
+        found = {
+            "grad_norm": np.sqrt((columns["sum_squares"] * on).sum(1)) / loss_scale,
+            "headroom_bits": np.where(largest >= 0, np.log2(FP16_MAX / np.maximum(largest, 0)), np.nan),
+            "zero_ratio": (columns["zeros"] * on).sum(1) / elements,
+            "nonfinite_layers": (on & (columns["nan"] + infinite > 0)).sum(1).astype(np.float64),
+            "underflow_ratio": (flushed * on * numel).sum(1) / elements,
         }
+    return {name: np.where(nothing, np.nan, values) for name, values in found.items()}
