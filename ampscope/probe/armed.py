@@ -64,6 +64,9 @@ class ArmedTracer(Observer):
         self._late: list[tuple[OpTracer, int, bool]] = []
         self._suspicious = False
         self._called = False
+        self._modes: set[bool] = set()
+        """`module.training` of this step's forwards with gradients."""
+        self._trains_in_eval = False
         self._targets: list[torch.nn.Module] = []
 
     # Life
@@ -111,7 +114,10 @@ class ArmedTracer(Observer):
         if torch._C._current_graph_task_id() != -1:
             return
         self._called = True
-        if module.training and torch.is_grad_enabled():
+        training = torch.is_grad_enabled() and (module.training or self._trains_in_eval)
+        if torch.is_grad_enabled():
+            self._modes.add(module.training)
+        if training:
             if self._tracer is None and (self._armed > 0 or self._audit):
                 self._open()
             self._forwards += 1
@@ -119,8 +125,11 @@ class ArmedTracer(Observer):
                 self._close(None)
                 self._audit, self._armed = False, 0
             if self._tracer is not None:
-                self._tracer.passive = False
+                self._tracer.passive = self._tracer.evaluating = False
+                self._tracer.trace.trained = True
                 self._tracer.see_inputs((args, kwargs))
+        elif self._tracer is not None and not module.training:
+            self._tracer.evaluating = True
         elif (
             not module.training
             and self._evals < EVAL_TRACES
@@ -147,6 +156,8 @@ class ArmedTracer(Observer):
     def _end(self, module: torch.nn.Module, output: Any) -> None:
         if torch._C._current_graph_task_id() != -1:
             return  # a recomputation that stopped early: autograd restores the mode stack, and would bring a mode left here back
+        if self._tracer is not None:
+            self._tracer.evaluating = False
         if self._eval_tracer is not None and not module.training:
             tracer, self._eval_tracer = self._eval_tracer, None
             tracer.leave()
@@ -164,6 +175,9 @@ class ArmedTracer(Observer):
 
     def scaled(self, recorder: Recorder, loss: Any, scaled: Any) -> None:
         """Follow the loss."""
+        if self._modes:
+            self._trains_in_eval = True not in self._modes
+            self._modes.clear()
         if self._tracer is None:
             return
         self._tracer.passive = False

@@ -44,6 +44,12 @@ class Birth:
     sizes: tuple[tuple[int, ...], ...] = ()
     feeds_softmax: bool = False
     """Whether what came of it went into a softmax (not the log-softmax of a loss)."""
+    evaluation: bool = False
+    """Whether it belongs to an evaluation forward between a step's forward and its backward."""
+    aside: bool = False
+    """Whether nothing it was made of carries a gradient and no module owns it: a metric of the loop."""
+    of_poles: bool = False
+    """Whether its inputs held an infinity that was meant (a mask, a pole of log)."""
     order: int = 0
 
 
@@ -68,6 +74,8 @@ class Trace:
     opaque: bool = False
     """A non-finite value came out of something the tracer did not see (a compiled part)."""
     opaque_place: Place = field(default_factory=Place)
+    trained: bool = False
+    """Whether a training forward was seen."""
     ops: int = 0
     activation_max: list[tuple[str, str, float]] = field(default_factory=list)
     closed: bool = False

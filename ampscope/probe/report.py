@@ -37,7 +37,7 @@ def describe(birth: Birth, trace: Trace, **more: Any) -> dict[str, Any]:
         "module_type": birth.place.types[0] if birth.place.types else "", "module_chain": list(birth.place.modules),
         "zero_divisor": birth.zero_divisor, "eps": birth.eps, "softmax": birth.softmax, "masked_rows": birth.masked_rows,
         "rstd_max": number(birth.rstd_max), "parameter": birth.parameter, "from_input": birth.from_input, "producer": birth.producer,
-        "sizes": [list(s) for s in birth.sizes], "healed": birth.healed, "feeds_softmax": birth.feeds_softmax, "function": birth.place.function,
+        "of_poles": birth.of_poles, "sizes": [list(s) for s in birth.sizes], "healed": birth.healed, "feeds_softmax": birth.feeds_softmax, "function": birth.place.function,
         "growth": [[n, number(m)] for n, m in trace.growth[-200:]] if birth.phase == "backward" else [], **more,
     }  # fmt: skip
 
@@ -63,18 +63,23 @@ def event_of(birth: Birth, trace: Trace, step: int, **more: Any) -> Event:
 
 def root_of(trace: Trace) -> Birth | None:
     """Return the birth that everything else follows from, or None."""
-    forward = [b for b in trace.births if b.phase == "forward"]
+    births = [b for b in trace.births if not b.evaluation]
+    forward = [b for b in births if b.phase != "backward"]
     if trace.loss_bad:
         if trace.loss_root is not None:
             tainted = [b for b in forward if not b.healed]
             plain = [b for b in tainted if not b.meant]
             return (plain or tainted or [trace.births[trace.loss_root]])[0]
-        plain = [b for b in forward if not b.meant]
+        plain = [b for b in forward if not b.meant and b.phase != "data"]
         return plain[0] if plain else None
-    backward = [b for b in trace.births if b.phase == "backward" or b.recomputed or b.place.scaling]
+    if not trace.gradients_bad:
+        return None
+    backward = [b for b in births if b.phase == "backward" or b.recomputed or b.place.scaling]
     reached = [b for b in backward if not b.healed]
-    found = reached or backward
-    return found[0] if found and trace.gradients_bad else None
+    # A loss that hides a NaN of the forward (masked rows) does not keep it from the gradients: 0 · NaN.
+    hidden = [b for b in forward if not b.healed and not b.meant]
+    found = reached or hidden or backward
+    return found[0] if found else None
 
 
 def step(tracer: OpTracer, at: int) -> list[Event]:
@@ -85,8 +90,13 @@ def step(tracer: OpTracer, at: int) -> list[Event]:
         samples = ", ".join(map(str, bad["samples"]))
         text = f"the batch holds {bad['count']} non-finite values before the model touches it (argument {bad['argument']}, samples {samples})"
         events.append(Event(at, "nonfinite", phase="data", message=text, op="-", data={"topic": "input", **bad}))
+    if not trace.trained:
+        for birth in trace.births:
+            birth.evaluation = False  # a loop that trains in evaluation mode
     root = root_of(trace)
-    if root is not None:
+    if root is not None and root.phase == "data":
+        events.append(_data(root, at))
+    elif root is not None:
         events.append(event_of(root, trace, at, role="root", loss_bad=trace.loss_bad, chain=_chain(trace, root)))
     elif trace.loss_bad and trace.opaque and not trace.bad_inputs:
         place = trace.opaque_place
@@ -111,15 +121,33 @@ def step(tracer: OpTracer, at: int) -> list[Event]:
             )
         )
     for birth in trace.births:
-        hidden = (
-            birth is not root and birth.phase == "forward" and not birth.meant and (birth.healed or not trace.loss_bad)
-        )
-        if hidden and not birth.place.scaling and len(events) < 6:
+        hidden = birth is not root and birth.phase == "forward" and not birth.meant and not birth.aside
+        hidden = hidden and (birth.healed or not trace.loss_bad) and not birth.place.scaling
+        if birth.evaluation:
+            if hidden and not any(e.data.get("role") == "eval" for e in events):
+                events.append(event_of(birth, trace, at, role="eval", eval=True))
+        elif hidden and len(events) < 6:
             events.append(event_of(birth, trace, at, role="hidden", loss_bad=trace.loss_bad))
         poisoned = birth is not root and birth.custom and birth.phase == "backward" and not trace.loss_bad
         if poisoned and len(events) < 6:
             events.append(event_of(birth, trace, at, role="hidden", loss_bad=trace.loss_bad))
     return events
+
+
+def _data(birth: Birth, at: int) -> Event:
+    """Return the event of data that was non-finite before any operation, and went past the model: a target."""
+    text = f"{birth.op} was given {birth.elements} non-finite values that no operation made"
+    data = {
+        "topic": "input",
+        "argument": None,
+        "count": birth.elements,
+        "shape": list(birth.sizes[0]),
+        "samples": [],
+        "given_to": birth.op,
+    }
+    return Event(
+        at, "nonfinite", phase="data", message=text, op="-", where=birth.place.where, layers=layers_of(birth), data=data
+    )
 
 
 def _chain(trace: Trace, root: Birth) -> list[str]:

@@ -45,6 +45,8 @@ class OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
         """Storage of an FP16 copy → the parameter it was cast from."""
         self._open = False
         self.passive = False
+        self.evaluating = False
+        """Whether an evaluation forward is running."""
         self._force_deferred = deferred
         """Treat tensors of the host as if they lay on a device; for tests."""
         self.deferred = Deferred()
@@ -211,18 +213,26 @@ class OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
         states = before if before is not None else [summary(t) for t in inputs if host(t)]
         bad_inputs = any(bad for bad, _ in states)
         nan, pos, neg = kinds(worst)
-        if bad_inputs and not (masked and nan and not taint_is_bad(self.trace, taint)):
-            if not taint and not masked:
-                taint = self._unseen(inputs, backward)
+        if bad_inputs and not taint and not masked:
+            taint, masked = self._unseen(name, inputs, states, backward, place)
+        poles = [b for b in (self.trace.births[i] for i in taint) if b.meant and b.op in LOGS] if nan and masked else []
+        for pole in poles:  # log(0) was the fault after all: 0 · -inf
+            pole.meant = False
+        if bad_inputs and (poles or not (masked and nan and not taint_is_bad(self.trace, taint))):
             self._spread(outputs, summaries, taint, masked and not nan)
             return
         birth = self._birth(func, name, args, kwargs, inputs, states, kept, worst, backward, place)
         birth.nan, birth.pos_inf, birth.neg_inf = nan, pos, neg
         constant = name in CONSTANTS or (name in ("add", "mul", "sub") and masked)
         birth.meant = not nan and (constant or (name in LOGS and not pos))
+        birth.of_poles = bad_inputs
+        self._spread(outputs, summaries, taint | {self._keep(birth)}, birth.meant)
+
+    def _keep(self, birth: Birth) -> int:
         birth.order = len(self.trace.births)
+        birth.evaluation = self.evaluating and birth.phase != "backward"
         self.trace.births.append(birth)
-        self._spread(outputs, summaries, taint | {birth.order}, birth.meant)
+        return birth.order
 
     def _spread(
         self, outputs: list[torch.Tensor], summaries: list[tuple[int, float]], taint: frozenset[int], masked: bool
@@ -236,13 +246,30 @@ class OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
                 self._taint.pop(at, None)
                 self._masked.discard(at)
 
-    def _unseen(self, inputs: list[torch.Tensor], backward: bool) -> frozenset[int]:
-        """A non-finite input nobody saw being made: the model's input, a parameter or buffer, or a compiled part."""
-        keys = {key(t) for t in inputs}
-        if not backward and not keys & self._inputs and not any(t.data_ptr() in self._parameters for t in inputs):
-            self.trace.opaque = True
-            self.trace.opaque_place = self._places.here()
-        return frozenset()
+    def _unseen(
+        self, name: str, inputs: list[torch.Tensor], states: Any, backward: bool, place: Place | None
+    ) -> tuple[frozenset[int], bool]:
+        """A non-finite input nobody saw being made. Return its taint, and whether it is meant.
+
+        It is an additive mask (only -inf: meant), data that went past the model (a target), the model's input, a parameter or
+        buffer, or came out of a compiled part.
+        """
+        bad = [t for t, (count, _) in zip((t for t in inputs if host(t)), states, strict=False) if count]
+        if bad and all(kinds(t) == (False, False, True) for t in bad):
+            return frozenset(), True
+        known = any(key(t) in self._inputs or key(t) in self._taint or t.data_ptr() in self._parameters for t in inputs)
+        if backward or known:
+            return frozenset(), False
+        if bad and not any(t.requires_grad for t in inputs if t.data_ptr() in {b.data_ptr() for b in bad}):
+            birth = self._placed(name, inputs, bad[0], False, place)
+            birth.phase, birth.fp32_ok = "data", False
+            birth.nan, birth.pos_inf, birth.neg_inf = kinds(bad[0])
+            birth.sizes = (tuple(bad[0].shape),)
+            birth.elements = int((~torch.isfinite(bad[0].detach())).sum().numpy())
+            return frozenset({self._keep(birth)}), False
+        self.trace.opaque = True
+        self.trace.opaque_place = self._places.here()
+        return frozenset(), False
 
     def _placed(
         self, name: str, inputs: list[torch.Tensor], worst: torch.Tensor, backward: bool, place: Place | None
@@ -274,6 +301,7 @@ class OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
         birth.reduction = name in REDUCTIONS
         birth.softmax = "softmax" in name
         birth.sizes = tuple(tuple(t.shape) for t in inputs[:3])
+        birth.aside = not backward and not place.modules and not any(t.requires_grad for t in inputs)
         birth.from_input = any(key(t) in self._inputs for t in inputs)
         found_names = (self._parameters.get(t.data_ptr()) or self._casts.get(key(t)) for t in inputs)
         birth.parameter = next((n for n in found_names if n), "")
@@ -301,7 +329,7 @@ class OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
         birth.fp32_ok, birth.fp32_max = in_fp32(func, kept if kept is not None else args, kwargs)
         if birth.eps is not None and birth.zero_divisor:
             birth.fp32_ok = True
-        elif backward and birth.zero_divisor:
+        elif birth.zero_divisor and (backward or birth.dtype == "float16"):
             birth.fp32_ok = None  # the zero may itself be an FP16 rounding
         return birth
 

@@ -122,7 +122,13 @@ def story(events: Sequence[Event]) -> str:
     kind = {"nan": "NaN", "+inf": "inf", "-inf": "-inf"}.get(str(e.data.get("kind_of_value")), "non-finite values")
     steps = listing(sorted({x.step for x in events}))
     seen = "It was seen" if len(events) > 1 else "This was seen"
-    text = f"{e.op or 'An operation'} in {place(e)} made {kind} out of finite {e.data.get('dtype', '')} inputs"
+    dtype = e.data.get("dtype", "")
+    source = (
+        f"{dtype} inputs that hold an infinity put there on purpose"
+        if e.data.get("of_poles")
+        else f"finite {dtype} inputs"
+    )
+    text = f"{e.op or 'An operation'} in {place(e)} made {kind} out of {source}"
     sizes = []
     if e.data.get("input_max") is not None:
         sizes.append(f"largest input {e.data['input_max']:.4g}")

@@ -21,14 +21,22 @@ def nonfinite_input(f: Facts) -> Finding | None:
     samples = ", ".join(map(str, e.data.get("samples", [])))
     steps = [x.step for x in f.inputs]
     lost = f.lost_loss_steps
-    text = f"""In the traced step{"s" if len(steps) > 1 else ""} {listing(steps)} argument {e.data.get("argument")} of the model held
-        non-finite values ({e.data.get("count")} in sample {samples} of step {e.step}'s batch) before the first layer ran."""
+    many = "s" if len(steps) > 1 else ""
+    if e.data.get("given_to"):  # past the model: a target
+        shape = " × ".join(map(str, e.data.get("shape") or [])) or "scalar"
+        text = f"""In the traced step{many} {listing(steps)} {e.data["given_to"]} was given a tensor ({shape}) with {e.data.get("count")}
+            non-finite values that no operation of the step made: a target or a weight of the batch."""
+    else:
+        text = f"""In the traced step{many} {listing(steps)} argument {e.data.get("argument")} of the model held non-finite values
+            ({e.data.get("count")} in sample {samples} of step {e.step}'s batch) before the first layer ran."""
     if lost:
         text += f" The loss was non-finite at {count(len(lost), 'step')}: {listing(lost)}. FP32 would fail as well."
     return finding(
         "nonfinite-input",
         "error",
-        "The model's input holds NaN or inf",
+        "The batch holds NaN or inf in what the loss compares with"
+        if e.data.get("given_to")
+        else "The model's input holds NaN or inf",
         "data",
         op="-",
         where=e.where,
@@ -117,7 +125,7 @@ def _forward(f: Facts, rule: str, title: str, remedy: str, found: list[Event], m
 
 def softmax_masked(f: Facts) -> Finding | None:
     """A fully masked softmax row."""
-    found = births.of(f, "forward-nan-softmax-all-masked")
+    found = births.of(f, "forward-nan-softmax-all-masked")  # hidden ones that hurt nothing are no fault
     if not found:
         return None
     return _forward(
@@ -140,11 +148,11 @@ def eps_underflow(f: Facts) -> Finding | None:
     return _forward(
         f,
         "eps-underflow-division",
-        f"eps={eps:g} is zero in FP16, and {e.op} divides by it in {place(e)}",
+        f"eps={eps:g} is zero in FP16, and {e.op} {'meets 0' if e.op.startswith('log') else 'divides by it'} in {place(e)}",
         """Do this step in FP32 (x.float(), or inside torch.autocast(device_type, enabled=False)), use an eps that FP16 holds
             (1e-4 or larger), or train in BF16.""",
         found,
-        f"The constant {eps:g} is at or below 2^-25 = 3e-8 and rounds to zero in FP16, so that the denominator is exactly 0.",
+        f"The constant {eps:g} is at or below 2^-25 = 3e-8 and rounds to zero in FP16, so that {'the logarithm is taken of' if e.op.startswith('log') else 'the denominator is'} exactly 0.",
     )
 
 
@@ -319,7 +327,12 @@ def evaluation(f: Facts) -> Finding | None:
 
 def silent(f: Facts) -> Finding | None:
     """An intermediate overflows and is hidden: no NaN, a dead branch."""
-    other = {"eps-underflow-division", "input-exceeds-fp16-range", "scaled-loss-overflows-fp16"}
+    other = {
+        "eps-underflow-division",
+        "input-exceeds-fp16-range",
+        "scaled-loss-overflows-fp16",
+        "forward-nan-softmax-all-masked",
+    }
     found = [e for e in f.traced("hidden") if e.phase == "forward" and not e.data.get("loss_bad")]
     found = [e for e in found if births.classify(e) not in other]
     if not found:
