@@ -13,6 +13,7 @@ VARIANTS = [
     {"form": "sum", "optimizer": "adam"},
     {"form": "module", "accumulate": 2},
     {"form": "log"},
+    {"form": "probability", "always": True},
     {"form": "rsqrt", "always": True},
 ]
 
@@ -52,6 +53,9 @@ def main(watch, seed=0, form="normalize", always=False, **loop):
             h = h / (h.abs().sum(-1, keepdim=True) + 1e-9)
         elif form == "rsqrt":
             h = h * torch.rsqrt((h * h).mean(-1, keepdim=True) + 1e-8)
+        elif form == "probability":  # entropy: 0 · log(0 + eps)
+            p = torch.softmax(h * 400, -1)
+            h = h - (p * torch.log(p + 1e-8)).sum(-1, keepdim=True)
         elif form == "log":
             h = h * (1.0 / torch.log1p(h.abs().sum(-1, keepdim=True)).clamp(min=1e-10))
         else:

@@ -8,7 +8,7 @@ from tests.cases.common import train
 
 TRUTH = {"rule": "forward-overflow-activation", "phase": "forward"}
 VARIANTS = [{}, {"at": 0, "optimizer": "adam", "seed": 1}, {"at": 2, "width": 48, "accumulate": 2}, {"kind": "conv", "at": 1}, {"kind": "conv", "at": 0, "clip": 1.0},
-            {"start": 5, "at": 1, "optimizer": "adamw"}]  # fmt: skip
+            {"start": 5, "at": 1, "optimizer": "adamw"}, {"start": 2, "frozen_mode": True}]  # fmt: skip
 
 
 def truth(at=1, kind="linear", **_):
@@ -34,12 +34,13 @@ class Block(nn.Module):
         return x + self.wo(torch.relu(self.wi(self.norm(x.float()))))
 
 
-def main(watch, seed=0, width=32, at=1, kind="linear", start=0, **loop):
+def main(watch, seed=0, width=32, at=1, kind="linear", start=0, frozen_mode=False, **loop):
     """Train three blocks, of which one has weights that need BF16's range."""
     torch.manual_seed(seed)
     model = nn.ModuleDict(
         {"blocks": nn.Sequential(*[Block(width, kind) for _ in range(3)]), "head": nn.Linear(width, 4)}
     )
+    model.train(not frozen_mode)  # fine-tuning in evaluation mode, for its dropout and BatchNorm
     x, y = torch.randn(8, width, *([6] if kind == "conv" else [])), torch.randint(0, 4, (8,))
 
     def loss_of(step, micro):
