@@ -12,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampscope.probe.stats import BACKENDS, backends, measure, rows, torch_ops
+from ampscope.probe.stats import BACKENDS, backends, measure, remember, rows, torch_ops
+from ampscope.probe.stats.pool import Pool
+from ampscope.record.step import LayerStats
 from tests import stats_cases
 
 CASES = stats_cases.cases()
@@ -391,3 +393,65 @@ print(measure([torch.ones(3)]).resolve().exponents[0, 127])
     env = dict(os.environ, NUMBA_CACHE_DIR=str(tmp_path), OMP_NUM_THREADS="1")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=120)
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "3", "")
+
+
+def test_remembered_tensors_are_planned_anew_when_they_look_different():
+    """Same bytes: the plan of the step before. Other sizes, dtypes, strides, layouts, devices: asked again, and right."""
+    pytest.importorskip("numba")
+    BACKENDS.warm(wait=True)
+    last = remember()
+    make = torch.Generator().manual_seed(0)
+    steps = [
+        [torch.randn(4, 6, generator=make), torch.randn(5, generator=make)],
+        [torch.randn(4, 6, generator=make), torch.zeros(5)],
+        [torch.randn(6, 6, generator=make), torch.randn(5, generator=make)],
+        [torch.randn(6, 6, generator=make).double(), torch.randn(5, generator=make)],
+        [torch.randn(6, 6, generator=make).t(), torch.randn(5, generator=make)],
+        [torch.randn(6, 6, generator=make).to_sparse(), torch.randn(5, generator=make)],
+        [torch.randn(6, 6, generator=make).half(), torch.tensor([float("inf")] * 4 + [float("-inf")])],
+        [torch.randn(6, 6, generator=make), torch._neg_view(torch.tensor([float("inf")] * 4 + [1.0]))],
+        [torch.randn(6, 6, generator=make)],
+        [torch.randn(6, 6, generator=make), torch.randn(0), torch.tensor(3.0)],
+    ]
+    for tensors in steps:
+        for _ in range(2):
+            found, fresh = measure(tensors, last).resolve(), measure([t.clone() for t in tensors]).resolve()
+            for name in LayerStats.__dataclass_fields__:
+                np.testing.assert_array_equal(getattr(found, name), getattr(fresh, name), err_msg=name)
+    assert measure(steps[7]).resolve().neg_inf.tolist() == [0, 4]
+
+
+def test_results_are_not_changed_by_later_measurements():
+    """Memory is used again, but none that somebody still looks at; it does not pile up either."""
+    pytest.importorskip("numba")
+    BACKENDS.warm(wait=True)
+    tensors = [torch.full((3, 5), 2.0**-k) for k in range(20)]
+    kept = [measure([t]).resolve() for t in tensors]
+    views = [k.exponents for k in kept]
+    want = [int(127 - k) for k in range(20)]
+    assert [int(v.argmax()) for v in views] == want
+    del kept
+    for _ in range(50):
+        measure([torch.full((3, 5), 64.0)]).resolve()
+    assert [int(v.argmax()) for v in views] == want
+    pool = Pool()
+    held = [pool.zeros((1000,), np.int64) for _ in range(3)]
+    part = held[0][5:].reshape(5, -1)[1]
+    held[1][:] = 7
+    memory = {a.ctypes.data for a in held[1:]}
+    del held
+    again = [pool.zeros((1000,), np.int64) for _ in range(2)]
+    assert {a.ctypes.data for a in again} == memory
+    assert not any(a.any() for a in again)
+    assert part.base is not None
+    assert pool.zeros((1000,), np.int64).ctypes.data not in memory
+
+
+def test_a_tensor_without_memory_is_refused_not_read():
+    """A sharded parameter's storage is resized to nothing between uses: an error, not a crash."""
+    pytest.importorskip("numba")
+    BACKENDS.warm(wait=True)
+    gone = torch.ones(8)
+    gone.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="no memory"):
+        measure([torch.ones(3), gone])

@@ -40,6 +40,7 @@ class Guarded:
     def __init__(self, observers: Iterable[Observer], rank: int, submit_events: Callable[[list[Event]], None]) -> None:
         self.enabled = True
         self.observers = list(observers)
+        self._listeners: dict[str, tuple[Observer, ...]] = {}
         self.rank = rank
         self.on_fault: Callable[[], None] | None = None
         self._submit_events = submit_events
@@ -86,6 +87,7 @@ class Guarded:
         """Close the observers."""
         self._each("closed")
         self.observers.clear()
+        self._listeners.clear()
 
     def _tell(self, observer: Observer, what: str, *args: Any) -> None:
         try:
@@ -93,6 +95,7 @@ class Guarded:
         except Exception as error:  # a fault in one observer costs that observer, not the record
             if observer in self.observers:
                 self.observers.remove(observer)
+                self._listeners.clear()
             name = type(observer).__name__
             text = f"ampscope switched {name} off ({type(error).__name__} in {what}: {error})"
             event = Event(
@@ -104,5 +107,10 @@ class Guarded:
                 self._tell(observer, "closed")
 
     def _each(self, what: str, *args: Any) -> None:
-        for observer in tuple(self.observers):
+        listeners = self._listeners.get(what)
+        if listeners is None:  # those that do something when they hear it
+            nothing = getattr(Observer, what)
+            listeners = tuple(o for o in self.observers if getattr(getattr(o, what), "__func__", None) is not nothing)
+            self._listeners[what] = listeners
+        for observer in listeners:
             self._tell(observer, what, *args)

@@ -7,17 +7,19 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from ampscope.probe import names
+from ampscope.probe.stats import remember
 from ampscope.record.step import Layer
 
 
 class Plan:
     """The parameters of one optimizer as last seen, and their layers."""
 
-    __slots__ = ("groups", "kind", "label", "optimizer", "params", "places")
+    __slots__ = ("groups", "index", "kind", "label", "last", "optimizer", "params", "places", "whole")
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, label: str, params: list[torch.Tensor], index: list[int]
@@ -28,6 +30,8 @@ class Plan:
         self.groups = [list(group["params"]) for group in optimizer.param_groups]
         self.params = params
         self.places = index
+        self.index, self.whole = np.array(index, np.int64), frozenset(index)
+        self.last = remember()
 
     def fits(self, groups: list[dict[str, Any]]) -> bool:
         """Whether the optimizer still holds exactly these parameters (300 of them take 10 µs to compare)."""
@@ -56,6 +60,8 @@ class Roster:
         self._index = {id(p): i for i, p in enumerate(self.parameters)}
         self._places = {layer.name: i for i, layer in enumerate(self.layers)}
         self._cuda: list[torch.device] | None = None
+        self.weights = remember()
+        """For `stats.measure` of the parameters."""
 
     def index(self, param: torch.Tensor) -> int | None:
         """Return the layer of a parameter, or None."""

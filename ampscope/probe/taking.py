@@ -22,12 +22,18 @@ def take(window: Window, plan: Plan, back_by: torch.Tensor | None = None) -> Non
 
     `back_by`: the scale by which gradients that are unscaled already are multiplied again.
     """
-    params, where = plan.params, plan.places
+    found = [param.grad for param in plan.params]
+    grads = [grad for grad in found if grad is not None]
+    if back_by is None and len(grads) == len(found) and not window.measured:  # the most common case
+        window.measured = set(plan.whole)
+        if grads:
+            window.taken.append(Taken(plan.index, NOTHING, measure(grads, plan.last)))
+        return
+    where = plan.places
     if not window.measured.isdisjoint(where):
         left = [k for k, at in enumerate(where) if at not in window.measured]
-        params, where = [params[k] for k in left], [where[k] for k in left]
-    found = [param.grad for param in params]
-    grads = [grad for grad in found if grad is not None]
+        found, where = [found[k] for k in left], [where[k] for k in left]
+        grads = [grad for grad in found if grad is not None]
     if len(grads) < len(found):
         missing = [at for at, grad in zip(where, found, strict=True) if grad is None]
         where = [at for at, grad in zip(where, found, strict=True) if grad is not None]
@@ -61,7 +67,7 @@ def weigh(window: Window, roster: Roster) -> None:
     """Start measuring the parameters that an optimizer holds."""
     pairs = enumerate(zip(roster.layers, roster.parameters, strict=True))
     index = [i for i, (layer, p) in pairs if layer.optimizer and layer.numel and p.device.type != "meta"]
-    weights = measure([roster.parameters[i].detach() for i in index])
+    weights = measure([roster.parameters[i] for i in index], roster.weights)
     window.weights = Taken(np.array(index, np.int64), NOTHING, weights)
 
 

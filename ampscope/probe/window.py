@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 def host_value(tensor: torch.Tensor) -> float:
     """Return the sum of a CPU tensor's elements as float, without `aten::item` (a dispatch mode of the user's stays quiet)."""
     plain = tensor.detach()
+    if plain.dtype is torch.float32 and plain.numel() == 1 and not plain.is_neg():
+        return float(plain.numpy().item())
     if plain.dtype is torch.bfloat16:
         plain = plain.float()
     values = plain.resolve_conj().resolve_neg().numpy()
@@ -201,7 +203,7 @@ def merge(taken: Sequence[Taken], n: int) -> LayerStats:
 
 
 def _is_range(index: np.ndarray[Any, np.dtype[np.int64]]) -> bool:
-    return bool(index[-1] - index[0] + 1 == len(index) and (np.diff(index) == 1).all())
+    return bool(index[-1] - index[0] + 1 == len(index) and (index[1:] > index[:-1]).all())
 
 
 class PendingRecord:

@@ -6,6 +6,8 @@ All give equal integer counts. `measure` starts, `StatsPending` waits.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -14,7 +16,7 @@ from ampscope.probe.stats.backends import BACKENDS
 from ampscope.probe.stats.parts import Part
 from ampscope.record.step import LayerStats
 
-__all__ = ["BACKENDS", "StatsPending", "measure"]
+__all__ = ["BACKENDS", "StatsPending", "measure", "remember"]
 
 
 class StatsPending:
@@ -32,7 +34,12 @@ class StatsPending:
         return rows.to_stats(*rows.gather(self._n, (part.get() for part in self._parts)))
 
 
-def measure(tensors: Sequence[torch.Tensor]) -> StatsPending:
+def remember() -> Any:
+    """Return something to pass to `measure` as `last`, at each step with the tensors of the same parameters."""
+    return SimpleNamespace(sizes=None, plan=None)
+
+
+def measure(tensors: Sequence[torch.Tensor], last: Any = None) -> StatsPending:
     """Start the statistics of gradients.
 
     Results of CPU tensors are ready at once. Nothing synchronises with a device, except that coalescing a sparse tensor
@@ -41,9 +48,13 @@ def measure(tensors: Sequence[torch.Tensor]) -> StatsPending:
     Args:
         tensors: any mix of devices, floating or complex dtypes, shapes, strides and layouts. They may be changed in
             place afterwards (on a CUDA device by work of the stream that is current now, or of one that waits for it).
-
+        last: of `remember`, kept from step to step: contiguous FP32 tensors on the host are then taken for those of the step before where
+            each has as many bytes.
     """
     n = len(tensors)
+    here = BACKENDS.on_host(tensors, last) if n else None
+    if here is not None:
+        return StatsPending(n, [here])
     places = [t.device for t in tensors]
     parts: list[Part] = []
     for device in set(places):

@@ -64,6 +64,16 @@ class Backends:
         if wait and self._thread.is_alive():
             self._thread.join()
 
+    def on_host(self, tensors: Sequence[torch.Tensor], last: Any) -> Part | None:
+        """Measure ordinary CPU tensors at once; None where they are not all that, or there is no kernel for them.
+
+        `last` knows what they looked like the last time.
+        """
+        if self._kernel is None:
+            return None
+        found = self._kernel.measure_ordinary(tensors, last)
+        return None if found is None else Here(range(len(tensors)), *found)
+
     def measure(self, device: torch.device, index: Sequence[int], tensors: Sequence[torch.Tensor]) -> list[Part]:
         """Start measuring `tensors[i]` for i in `index`, all of them on `device`."""
         mine = tensors if len(index) == len(tensors) else [tensors[i] for i in index]

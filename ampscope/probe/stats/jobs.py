@@ -113,11 +113,11 @@ class Job(NamedTuple):
 _HEADER = 6
 
 
-def make_job(team: int, chunks: Any, addresses: Any, shapes: Any, wide: Any, starts: Any) -> Job:
-    """Return a job of which nothing is done."""
+def make_job(team: int, chunks: Any, addresses: Any, shapes: Any, wide: Any, starts: Any, zeros: Any = np.zeros) -> Job:
+    """Return a job of which nothing is done. `zeros` gives the memory for the rows."""
     n, m, words = len(addresses), len(chunks), int(starts[-1])
     arrays = (
-        chunks, addresses, shapes, wide, np.zeros((team, n, WIDTH), np.int64), np.zeros((team, n, 1)),
+        chunks, addresses, shapes, wide, zeros((team, n, WIDTH), np.int64), np.zeros((team, n, 1)),
         np.zeros((team, words), np.uint64), starts, np.zeros(m),
     )  # fmt: skip
     return Job(np.array([0, 0, team, n, m, words, *(a.ctypes.data for a in arrays)]), *arrays)

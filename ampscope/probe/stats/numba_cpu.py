@@ -17,24 +17,28 @@ import numpy as np
 import torch
 
 from ampscope.probe.stats import jobs, kernels, lines, rows
+from ampscope.probe.stats.pool import Pool
 from ampscope.probe.stats.team import Team, Thread, find_team
 
 ALONE = 1 << 18
 """Elements below which a second thread costs more than it brings."""
 
 _TENSOR = torch._C.TensorBase
-_SHAPE, _DTYPE, _LAYOUT = (operator.attrgetter(name) for name in ("shape", "dtype", "layout"))
+_SHAPE, _DTYPE, _BYTES, _ON_CPU = (operator.attrgetter(name) for name in ("shape", "dtype", "nbytes", "is_cpu"))
+_TYPES = {torch.Tensor, torch.nn.Parameter}
 
 
-def _ordinary(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether all are contiguous FP32 tensors. Hundreds of small ones are common: no Python loop over them."""
-    return (
-        set(map(type, tensors)) == {torch.Tensor}
-        and set(map(_DTYPE, tensors)) == {torch.float32}
-        and set(map(_LAYOUT, tensors)) == {torch.strided}
-        and all(map(_TENSOR.is_contiguous, tensors))
-        and not any(map(_TENSOR.is_neg, tensors))
-    )
+def _addresses(tensors: Sequence[torch.Tensor]) -> list[int] | None:
+    """Return where tensors lie if all are contiguous, in memory, and of no class of their own; else None.
+
+    Hundreds of small ones are common: no Python loop over them, and as few questions as will do.
+    """
+    if not _TYPES.issuperset(map(type, tensors)) or not all(map(_ON_CPU, tensors)):
+        return None
+    try:
+        return list(map(_TENSOR.data_ptr, tensors)) if all(map(_TENSOR.is_contiguous, tensors)) else None
+    except RuntimeError:  # one is sparse, or has no storage for another reason
+        return None
 
 
 class CpuKernel:
@@ -45,15 +49,17 @@ class CpuKernel:
         self._threads = threads
         self.team = Thread() if team is None else team
         self._lock = threading.Lock()
+        self._pool = Pool()
 
     def forked(self) -> None:
         """Begin anew in a forked child: its parent's other threads and locks are not there."""
-        self.team, self._lock = Thread(), threading.Lock()
+        self.team, self._lock, self._pool = Thread(), threading.Lock(), Pool()
 
     def measure(self, tensors: Sequence[torch.Tensor]) -> tuple[rows.Ints, rows.Reals]:
         """Return [n, WIDTH] int64 and [n, 2] float64 rows of CPU tensors, at once."""
-        if _ordinary(tensors):
-            return self.run(list(map(_TENSOR.data_ptr, tensors)), plan_shapes(tuple(map(_SHAPE, tensors))))
+        found = self.measure_ordinary(tensors, None)
+        if found is not None:
+            return found
         plains = [rows.plain(t) for t in tensors]
         singles = [p.tensor if p.tensor.dtype in (torch.float32, torch.float64) else p.tensor.float() for p in plains]
         layout = tuple((t.numel(), p.height, t.dtype is torch.float64) for t, p in zip(singles, plains, strict=True))
@@ -61,13 +67,51 @@ class CpuKernel:
         rows.amend(ints, reals, [(i, p.note) for i, p in enumerate(plains) if p.note is not None])
         return ints, reals
 
+    def measure_ordinary(self, tensors: Sequence[torch.Tensor], last: Any) -> tuple[rows.Ints, rows.Reals] | None:
+        """Return the rows of contiguous FP32 tensors; None where not all are.
+
+        `last` remembers the tensors of this place: those of as many bytes as the last time are planned as then, without further questions.
+        """
+        addresses = _addresses(tensors)
+        made = self._plan(tensors, last) if addresses is not None else None
+        if addresses is None or made is None:
+            return None
+        ints, reals = self.run(addresses, made)
+        signed = ints[:, rows.POS_INF : rows.NEG_INF + 1]
+        if signed.any():  # the sign of a lazily negated tensor is the other one
+            turned = [i for i, t in enumerate(tensors) if t.is_neg()]
+            signed[turned] = signed[turned, ::-1]
+        return ints, reals
+
+    def _plan(self, tensors: Sequence[torch.Tensor], last: Any) -> Plan | None:
+        """Return the plan for contiguous tensors, None unless all are FP32.
+
+        `last.sizes` are in bytes. (A dtype is asked for where they differ only: of one parameter both change together or not at all.)
+        """
+        sizes = list(map(_BYTES, tensors)) if last is not None else None
+        if last is not None and last.plan is not None and last.sizes == sizes:
+            known: Plan = last.plan
+            return known
+        if set(map(_DTYPE, tensors)) != {torch.float32}:
+            return None
+        made = plan_shapes(tuple(map(_SHAPE, tensors)))
+        if last is not None:
+            last.sizes, last.plan = sizes, made
+        return made
+
     def run(self, addresses: Sequence[int], made: Plan) -> tuple[rows.Ints, rows.Reals]:
-        """Return the rows of numbers in memory, laid out as planned."""
+        """Return the rows of numbers in memory, laid out as planned.
+
+        Raises:
+            RuntimeError: a tensor's memory was given back (its storage resized to nothing).
+        """
+        if 0 in addresses and made.sizes[np.equal(addresses, 0)].any():
+            raise RuntimeError("a tensor to be measured has no memory")
         with self._lock:
             threads = self.team.size() if self._threads is None else self._threads
             job = jobs.make_job(
                 threads if made.total >= ALONE else 1,
-                made.chunks, np.array(addresses, np.int64), made.shapes, made.wide, made.starts,
+                made.chunks, np.array(addresses, np.int64), made.shapes, made.wide, made.starts, self._pool.zeros,
             )  # fmt: skip
             if len(job.out) == 1:
                 jobs.member(job.header.ctypes.data)
