@@ -13,6 +13,7 @@ from ampscope_dashboards.source import WAS_NONFINITE, Source
 from ampscope_dashboards.views import compare, events, health, layer, layers, marks, overview, whatif
 from ampscope_dashboards.views.common import Range, curve, duration, number, percent, power
 
+from ampscope.analysis.diagnose import summary
 from ampscope.errors import AmpscopeError
 from ampscope.record.step import Event, StepRecord
 from tests.helpers_log import FakeClock, bulk_run, make_layers, records, write_run
@@ -475,6 +476,19 @@ def test_health_says_what_a_healthy_run_did(tmp_path):
     assert said.level == "good"
     assert said.sentence.startswith("Healthy: 2 of 400 steps skipped, all in warm-up; scale 2^")
     assert health.health(source, 0, Verdict()).level == "unknown"
+
+
+def test_a_run_that_only_skipped_is_not_called_healthy(tmp_path):
+    """The scale is still coming down: nothing can be said."""
+    from ampscope_dashboards.background import Verdict
+
+    kinds = make_layers(2)
+    write_run(tmp_path, kinds, records(6, kinds, skip=range(6)), name="run")
+    source = RunStore(tmp_path).source("run")
+    said = health.health(source, 0, Verdict([]))
+    assert (said.level, said.sentence[:9]) == ("info", "Undecided")
+    assert "6 of 6 steps skipped" in said.sentence
+    assert summary(source.run).startswith("Undecided: all of 6 steps skipped while the loss scale came down, now 2^")
 
 
 def test_health_is_the_first_serious_finding(store):

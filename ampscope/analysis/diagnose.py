@@ -42,6 +42,9 @@ def summary(run: Run) -> str:
     probes = sum(len(b) for b in facts.blocks if b.after_growth and not b.at_start)
     growths = sum(e.kind == "growth" for e in facts.events)
     of = count(facts.n, "step")
+    if skipped == facts.n and facts.enabled:
+        scale = digits(float(facts.scale[-1]))
+        return f"Undecided: all of {of} skipped while the loss scale came down, now {scale}; no step has trained yet."
     kinds = ((start, "finding the scale"), (probes, "after a doubling"), (skipped - start - probes, "in between"))
     why = ", ".join(f"{n} {what}" if n < skipped else what for n, what in kinds if n)
     parts = [f"{skipped:,} of {of} skipped ({why})" if skipped else f"none of {of} skipped"]

@@ -76,7 +76,8 @@ def show(judged: Sequence[tuple[Run, Sequence[Finding]]], out: Console, now: flo
             out.print(shown(f"part of the log could not be read: {line}", "yellow"))
         serious = [f for f in found if f.rank > 0]
         if not serious:
-            out.print(shown(summary(run), "green" if len(run.steps) else "yellow"))
+            text = summary(run)
+            out.print(shown(text, "green" if text.startswith("Healthy") else "yellow"))
         for finding in serious or [f for f in found if f.rule != "warmup-calibration"]:
             out.print()
             out.print(describe(finding))

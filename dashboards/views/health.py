@@ -91,6 +91,8 @@ def health(source: Source, rank: int, verdict: Verdict[list[Finding]]) -> Health
         level: Level = "unknown"
         lead = "Diagnosis under way" if not verdict.problem else f"No diagnosis: {verdict.problem}"
         return Health(level, f"{lead}. {sentence[0].upper()}{sentence[1:]}")
+    if known.skipped == known.steps:
+        return Health("info", f"Undecided: no step has trained yet; {sentence}")
     return Health("good", f"Healthy: {sentence}")
 
 
