@@ -50,7 +50,18 @@ class Birth:
     """Whether nothing it was made of carries a gradient and no module owns it: a metric of the loop."""
     of_poles: bool = False
     """Whether its inputs held an infinity that was meant (a mask, a pole of log)."""
+    masks_added: bool = False
+    """Whether rows are masked only because the sum of two masks left FP16's range."""
+    steep: float | None = None
+    """In the backward of a normalisation written by hand: the largest factor it multiplies by."""
+    healed_right: list[bool] = field(default_factory=list)
+    """Where a finite result was made of it: whether that is what FP32 gives."""
     order: int = 0
+
+    @property
+    def harmless(self) -> bool:
+        """Whether FP32 gives the same wherever the overflow was squashed: tanh of inf is tanh of 70,000."""
+        return bool(self.healed_right) and all(self.healed_right)
 
 
 @dataclass
@@ -79,6 +90,11 @@ class Trace:
     ops: int = 0
     activation_max: list[tuple[str, str, float]] = field(default_factory=list)
     closed: bool = False
+
+
+def of_sum(birth: Birth) -> bool:
+    """Whether a birth is a sum of masks that FP32 would hold."""
+    return birth.meant and birth.fp32_ok is True and birth.op.rstrip("_") in ("add", "sub")
 
 
 def taint_is_bad(trace: Trace, taint: frozenset[int]) -> bool:

@@ -37,7 +37,8 @@ def describe(birth: Birth, trace: Trace, **more: Any) -> dict[str, Any]:
         "module_type": birth.place.types[0] if birth.place.types else "", "module_chain": list(birth.place.modules),
         "zero_divisor": birth.zero_divisor, "eps": birth.eps, "softmax": birth.softmax, "masked_rows": birth.masked_rows,
         "rstd_max": number(birth.rstd_max), "parameter": birth.parameter, "from_input": birth.from_input, "producer": birth.producer,
-        "of_poles": birth.of_poles, "sizes": [list(s) for s in birth.sizes], "healed": birth.healed, "feeds_softmax": birth.feeds_softmax, "function": birth.place.function,
+        "of_poles": birth.of_poles, "masks_added": birth.masks_added, "steep": number(birth.steep), "harmless": birth.harmless,
+        "sizes": [list(s) for s in birth.sizes], "healed": birth.healed, "feeds_softmax": birth.feeds_softmax, "function": birth.place.function,
         "growth": [[n, number(m)] for n, m in trace.growth[-200:]] if birth.phase == "backward" else [], **more,
     }  # fmt: skip
 
@@ -123,6 +124,7 @@ def step(tracer: OpTracer, at: int) -> list[Event]:
     for birth in trace.births:
         hidden = birth is not root and birth.phase == "forward" and not birth.meant and not birth.aside
         hidden = hidden and (birth.healed or not trace.loss_bad) and not birth.place.scaling
+        hidden = hidden and not (birth.harmless and not trace.gradients_bad)
         if birth.evaluation:
             if hidden and not any(e.data.get("role") == "eval" for e in events):
                 events.append(event_of(birth, trace, at, role="eval", eval=True))
@@ -174,7 +176,7 @@ def evaluation(tracer: OpTracer, output: Any, at: int) -> Event | None:
     bad = any(
         isinstance(t, torch.Tensor) and t.is_floating_point() and host(t) and summary(t)[0] for t in tree_leaves(output)
     )
-    plain = [b for b in trace.births if not b.meant]
+    plain = [b for b in trace.births if not b.meant and (bad or not b.harmless)]
     if trace.bad_inputs or not (bad or plain):
         return None
     if plain:

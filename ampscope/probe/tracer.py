@@ -17,11 +17,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ampscope.probe.births import Birth, Trace, taint_is_bad
+from ampscope.probe.births import Birth, Trace, of_sum, taint_is_bad
 from ampscope.probe.deferred import Deferred
+from ampscope.probe.masks import Candidates, of_masks
 from ampscope.probe.operations import CONSTANTS, FP16_FLUSH, GARBAGE, LOGS, MATMULS, NORMS, REDUCTIONS, VIEWS_KEEP
 from ampscope.probe.places import Place, Places
-from ampscope.probe.values import FLOATS, bad_rows, host, in_fp32, key, kinds, summary, tensors
+from ampscope.probe.shadow import Shadow
+from ampscope.probe.steep import Steep
+from ampscope.probe.values import FLOATS, bad_rows, host, judged, key, kinds, repeated, summary, tensors
 
 
 class OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's base is untyped
@@ -37,12 +40,17 @@ class OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
         """data_ptr → name."""
         self._taint: dict[int, frozenset[int]] = {}
         self._masked: set[int] = set()
+        self._candidates, self._shadow, self._steep = Candidates(), Shadow(), Steep()
         self._eps: dict[int, float] = {}
         self._inputs: set[int] = set()
         self._nodes: dict[int, tuple[Place, str]] = {}
         self._producer: dict[int, str] = {}
+        self._visit: dict[tuple[str, str], int] = {}
+        """Nodes of the module whose backward runs, by kind and line of the forward → sequence number."""
         self._casts: dict[int, str] = {}
         """Storage of an FP16 copy → the parameter it was cast from."""
+        self._wide: list[torch.Tensor] | None = None
+        """The newest birth's results in FP32."""
         self._open = False
         self.passive = False
         self.evaluating = False
@@ -97,9 +105,13 @@ class OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
             if not host(t):
                 continue
             bad, largest = summary(t)
-            if bad and kinds(t) != (False, False, True):  # an additive attention mask holds -inf on purpose
+            if bad:
                 rows = [int(r) for r in bad_rows(t)]
-                self.trace.bad_inputs.append({"argument": i, "shape": list(t.shape), "samples": rows[:8], "count": bad})
+                note = {"argument": i, "shape": list(t.shape), "samples": rows[:8], "count": bad}
+                if kinds(t) == (False, False, True):
+                    self._candidates.add(t, note)
+                else:
+                    self.trace.bad_inputs.append(note)
             if largest > self.trace.input_max:
                 self.trace.input_max = largest
 
@@ -203,7 +215,13 @@ class OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
         summaries = [summary(t) for t in outputs]
         if backward:
             self._see_growth(outputs, summaries)
-        if not any(bad for bad, _ in summaries):
+        finite = not any(bad for bad, _ in summaries)
+        if not backward:
+            self._steep.see(name, inputs, outputs, self._parameters, self._places)
+            right = self._shadow.follow(func, args, kwargs, kept, outputs, finite) if self._shadow else None
+            for i in taint if finite else ():
+                self.trace.births[i].healed_right.append(bool(right))
+        if finite:
             for t in outputs:
                 at = key(t)
                 self._taint.pop(at, None)
@@ -213,6 +231,12 @@ class OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
         states = before if before is not None else [summary(t) for t in inputs if host(t)]
         bad_inputs = any(bad for bad, _ in states)
         nan, pos, neg = kinds(worst)
+        for note in self._candidates.used(name, inputs, outputs, nan, pos) if bad_inputs and not backward else ():
+            masked = False
+            if isinstance(note, Birth):
+                taint |= {self._keep(note)}
+            else:
+                self.trace.bad_inputs.append(note)
         if bad_inputs and not taint and not masked:
             taint, masked = self._unseen(name, inputs, states, backward, place)
         poles = [b for b in (self.trace.births[i] for i in taint) if b.meant and b.op in LOGS] if nan and masked else []
@@ -223,9 +247,12 @@ class OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
             return
         birth = self._birth(func, name, args, kwargs, inputs, states, kept, worst, backward, place)
         birth.nan, birth.pos_inf, birth.neg_inf = nan, pos, neg
-        constant = name in CONSTANTS or (name in ("add", "mul", "sub") and masked)
+        constant = name in CONSTANTS or (name in ("add", "mul", "sub") and masked) or of_masks(name, inputs, nan, pos)
         birth.meant = not nan and (constant or (name in LOGS and not pos))
         birth.of_poles = bad_inputs
+        birth.masks_added = birth.masked_rows and any(of_sum(self.trace.births[i]) for i in taint)
+        if not (backward or birth.meant or bad_inputs):
+            self._shadow.begin(outputs, self._wide)
         self._spread(outputs, summaries, taint | {self._keep(birth)}, birth.meant)
 
     def _keep(self, birth: Birth) -> int:
@@ -256,20 +283,27 @@ class OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
         """
         bad = [t for t, (count, _) in zip((t for t in inputs if host(t)), states, strict=False) if count]
         if bad and all(kinds(t) == (False, False, True) for t in bad):
+            for t in bad:
+                if not backward and not t.requires_grad and key(t) not in self._inputs:
+                    self._candidates.add(t, self._data(name, inputs, t, place))
             return frozenset(), True
         known = any(key(t) in self._inputs or key(t) in self._taint or t.data_ptr() in self._parameters for t in inputs)
         if backward or known:
             return frozenset(), False
         if bad and not any(t.requires_grad for t in inputs if t.data_ptr() in {b.data_ptr() for b in bad}):
-            birth = self._placed(name, inputs, bad[0], False, place)
-            birth.phase, birth.fp32_ok = "data", False
-            birth.nan, birth.pos_inf, birth.neg_inf = kinds(bad[0])
-            birth.sizes = (tuple(bad[0].shape),)
-            birth.elements = int((~torch.isfinite(bad[0].detach())).sum().numpy())
-            return frozenset({self._keep(birth)}), False
+            return frozenset({self._keep(self._data(name, inputs, bad[0], place))}), False
         self.trace.opaque = True
         self.trace.opaque_place = self._places.here()
         return frozenset(), False
+
+    def _data(self, name: str, inputs: list[torch.Tensor], bad: torch.Tensor, place: Place | None) -> Birth:
+        """Return a birth that stands for data that was non-finite from the start."""
+        birth = self._placed(name, inputs, bad, False, place)
+        birth.phase, birth.fp32_ok = "data", False
+        birth.nan, birth.pos_inf, birth.neg_inf = kinds(bad)
+        birth.sizes = (tuple(bad.shape),)
+        birth.elements = int((~torch.isfinite(bad.detach())).sum().numpy())
+        return birth
 
     def _placed(
         self, name: str, inputs: list[torch.Tensor], worst: torch.Tensor, backward: bool, place: Place | None
@@ -326,7 +360,10 @@ class OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
         ):
             small = [t for t in inputs if t.numel() < inputs[0].numel()]
             birth.rstd_max = max((summary(t)[1] for t in small if host(t)), default=None)
-        birth.fp32_ok, birth.fp32_max = in_fp32(func, kept if kept is not None else args, kwargs)
+        if backward:
+            birth.steep = self._steep.at(birth.place)
+        self._wide = repeated(func, kept if kept is not None else args, kwargs)
+        birth.fp32_ok, birth.fp32_max = judged(self._wide)
         if birth.eps is not None and birth.zero_divisor:
             birth.fp32_ok = True
         elif birth.zero_divisor and (backward or birth.dtype == "float16"):
@@ -374,11 +411,15 @@ class OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
         if found is None or not found[0].modules:
             return
         name, largest = found[0].modules[0], max(m for _, m in summaries)
-        growth = self.trace.growth
-        if growth and growth[-1][0] == name:
+        growth, mark = self.trace.growth, (str(node.name()), found[0].where)
+        number = sequence() if sequence else -1
+        again = self._visit.get(mark, number) != number  # the same line once more: another call of the module
+        if growth and growth[-1][0] == name and not again:
             growth[-1] = (name, max(growth[-1][1], largest))
         elif len(growth) < 4096:
             growth.append((name, largest))
+            self._visit.clear()
+        self._visit[mark] = number
 
 
 def _sequence() -> int | None:

@@ -59,13 +59,13 @@ def bad_rows(t: torch.Tensor) -> Any:
     return flat.numpy().nonzero()[0]
 
 
-def in_fp32(func: Any, args: Any, kwargs: Any) -> tuple[bool | None, float]:
-    """Evaluate an operation on the same inputs in FP32 (FP64 where they are FP32): (is it finite there, its largest |x|).
+def repeated(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor] | None:
+    """Evaluate an operation on the same inputs in FP32 (FP64 where they are FP32): its results of a floating dtype.
 
     None where it cannot be repeated: random, or a size or dtype that does not go.
     """
     if any(w in func.overloadpacket.__name__ for w in ("dropout", "rand", "bernoulli", "normal_", "uniform_")):
-        return None, float("nan")
+        return None
     leaves = [t for t in tensors((args, kwargs)) if t.dtype in FLOATS]
     wide = torch.float64 if leaves and all(t.dtype in (torch.float32, torch.float64) for t in leaves) else torch.float32
 
@@ -84,10 +84,14 @@ def in_fp32(func: Any, args: Any, kwargs: Any) -> tuple[bool | None, float]:
             ]
             if func._schema.is_mutable and wide_args and isinstance(wide_args[0], torch.Tensor):
                 wide_args[0] = wide_args[0].clone()
-            out = [t for t in tensors(func(*wide_args, **wide_kwargs)) if t.dtype in FLOATS and t.numel()]
+            return [t for t in tensors(func(*wide_args, **wide_kwargs)) if t.dtype in FLOATS and t.numel() and host(t)]
     except (RuntimeError, TypeError, ValueError, NotImplementedError, IndexError):
-        return None, float("nan")
-    found = [summary(t) for t in out if host(t)]
+        return None
+
+
+def judged(wide: list[torch.Tensor] | None) -> tuple[bool | None, float]:
+    """Return whether an operation that was repeated in FP32 is finite there, and its largest |x|; None where it could not be."""
+    found = [summary(t) for t in wide or ()]
     if not found:
         return None, float("nan")
     return not any(bad for bad, _ in found), max(m for _, m in found)

@@ -90,13 +90,17 @@ RULES: tuple[Rule, ...] = (
     _rule("one-optimizer-overflows-shared-scale", shared.one_optimizer, FORWARD_LOST),
     # Forward
     _rule("parameter-underflow-on-cast", underflow.cast_underflow, SCALE_LOW),
-    _rule("forward-nan-softmax-all-masked", forward.softmax_masked, GRADIENTS_LOST | {"forward-overflow-activation"}),
+    _rule("forward-nan-softmax-all-masked", forward.softmax_masked, FORWARD_LOST - {"batchnorm-buffers-nonfinite"}),
     _rule(
         "eps-underflow-division",
         forward.eps_underflow,
-        GRADIENTS_LOST | {"forward-overflow-activation", "silent-forward-overflow"},
+        GRADIENTS_LOST | {"forward-overflow-activation", "silent-forward-overflow", "forward-overflow-loss-value-only"},
     ),
-    _rule("forward-overflow-loss-value-only", forward.loss_value_only, FORWARD_LOST - {"backward-overflow-depth"}),
+    _rule(
+        "forward-overflow-loss-value-only",
+        forward.loss_value_only,
+        FORWARD_LOST - {"backward-overflow-depth", "forward-nan-softmax-all-masked"},
+    ),
     _rule("forward-overflow-attention", forward.attention, GRADIENTS_LOST | {"forward-overflow-loss-value-only"}),
     _rule("forward-overflow-reduction", forward.reduction, GRADIENTS_LOST | {"forward-overflow-loss-value-only"}),
     _rule("forward-overflow-activation", forward.activation, GRADIENTS_LOST | {"forward-overflow-loss-value-only"}),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 
 import numpy as np
 
 from ampscope.analysis.finding import Finding
 from ampscope.analysis.rules import births
 from ampscope.analysis.rules.births import blamed, numbers, place, story
-from ampscope.analysis.rules.context import Facts, count, finding, listing, modules, power, span
+from ampscope.analysis.rules.context import Array, Facts, count, finding, listing, modules, power, span
 from ampscope.record.step import Event
 
 DEPTH_BITS = 5.0
@@ -59,7 +60,7 @@ def norm_eps(f: Facts) -> Finding | None:
     if not found:
         return None
     e = found[0]
-    rstd = e.data.get("rstd_max")
+    rstd = e.data.get("rstd_max") or e.data.get("steep")
     return finding(
         "backward-overflow-norm-eps",
         "error",
@@ -69,8 +70,8 @@ def norm_eps(f: Facts) -> Finding | None:
         op=e.op,
         where=e.where,
         steps=span([*(x.step for x in found), *_finite_loss_skips(f)]),
-        evidence=f"""{story(found)} {f"1/σ reached {rstd:.3g}." if rstd else ""} Rows without variance are divided by sqrt(eps) alone, and
-            so are their gradients.""",
+        evidence=f"""{story(found)} {f"1/σ reached {rstd:.3g}." if rstd else ""} Rows with next to no variance are divided by little more than
+            the eps, and so are their gradients.""",
         numbers=numbers(found) | ({"largest_rstd": rstd} if rstd else {}),
         remedy="Use a larger eps (1e-5), mask constant (padded) rows before the normalisation, or run it and its input in FP32.",
     )
@@ -111,9 +112,11 @@ def _own_layer(f: Facts, e: Event) -> tuple[str, tuple[int, int, int]] | None:
     """Whether the birth is one module's own derivative, and nobody else's gradient suffers: (module, steps)."""
     bad = [c for c in f.culprits.values() if c.data.get("nan") and c.data.get("loss_finite")]
     owners = {m for c in bad for m in modules(c.layers)}
-    if not e.layers or len(owners) != 1 or any(c.data.get("pattern") != "single" for c in bad):
+    if not e.layers or len(owners) != 1:
         return None
     owner = next(iter(owners))
+    if any(c.data.get("pattern") != "single" for c in bad) and e.layers[0] != owner:
+        return None  # the last layer that backward reaches: the NaN may have come from right before it
     inside = e.layers[0] == owner or owner.startswith(e.layers[0] + ".") or e.layers[0].startswith(owner + ".")
     return (owner, span(c.step for c in bad)) if inside else None
 
@@ -189,6 +192,10 @@ def _finite_loss_skips(f: Facts) -> list[int]:
 def depth(f: Facts) -> Finding | None:
     """Gradients grow layer by layer towards the input until they overflow."""
     skips = [f.culprits[s] for s in _finite_loss_skips(f) if s in f.culprits]
+    if len(skips) >= DEPTH_SKIPS:
+        looped = recurrence(f)
+        if looped is not None:
+            return _through_calls(f, *looped, [c.step for c in skips])
     inside = [c for c in skips if c.data.get("finite_before") and c.data.get("front_kind") == "inf"]
     if len(skips) < DEPTH_SKIPS or len(inside) < max(1, len(skips) // 3):
         return None
@@ -221,6 +228,57 @@ def depth(f: Facts) -> Finding | None:
     )
 
 
+def _through_calls(f: Facts, rise: float, calls: int, e: Event, steps: list[int]) -> Finding:
+    """Return the finding for one module that is called again and again: depth in time."""
+    name = e.layers[0]
+    return finding(
+        "backward-overflow-depth",
+        "error" if f.unfinished_skips else "warning",
+        f"Gradients grow with every call of {name} they pass, until they overflow",
+        "backward",
+        layers=blamed([e]),
+        op=e.op,
+        where=e.where,
+        steps=span(steps),
+        evidence=f"""{count(len(steps), "step")} with a finite loss were skipped. In the traced step {e.step} backward went through {name}
+            {calls} times, and the largest gradient grew {2**rise:.3g}-fold on the way. The scale fell from {power(f.scale[0])} to
+            {power(f.scale[-1])}.""",
+        numbers={"growth": float(2**rise), "calls": calls, "skipped_steps": len(steps)},
+        remedy=f"""Bound the growth: truncate backpropagation (detach the state now and then), normalise the state or scale {name}'s weight
+            down, keep the state in FP32, or train in BF16.""",
+    )
+
+
+def recurrence(f: Facts) -> tuple[float, int, Event] | None:
+    """Return (log2 growth, calls, birth) of a module that backward passed again and again with a growing gradient, or None."""
+    best: tuple[float, int, Event] | None = None
+    for e in f.roots:
+        if e.phase != "backward" or births.classify(e, births.scale_at(f, e.step)) != "":
+            continue
+        chain = [(str(n), float(v)) for n, v in e.data.get("growth", []) if v]
+        for name in dict.fromkeys(n for n, _ in chain if n):
+            newest = max((i for i, (n, _) in enumerate(chain) if n == chain[0][0]), default=0)
+            part = chain[newest:] if chain[0][0] != name else chain  # of several backward passes the last
+            logs = np.log2([v for n, v in part if n == name])
+            rise = _rise(logs)
+            if rise >= DEPTH_BITS and (best is None or rise > best[0]):
+                layers = (name, *(x for x in e.layers if x != name and name.startswith(f"{x}.")))
+                best = rise, len(logs), replace(e, layers=layers)
+    return best
+
+
+def _rise(logs: Array) -> float:
+    """Return by how much a sequence rises from its first to its last third; 0 if it does not do so step by step."""
+    if len(logs) < DEPTH_LAYERS:
+        return 0.0
+    third = max(len(logs) // 3, 1)
+    rise = float(np.median(logs[-third:]) - np.median(logs[:third]))
+    ranks = np.argsort(np.argsort(logs))
+    trend = float(np.corrcoef(ranks, np.arange(len(logs)))[0, 1])
+    steady = rise > 0 and trend >= 0.6 and float(np.diff(logs).max()) <= DEPTH_JUMP * rise
+    return rise if steady else 0.0
+
+
 def growth(f: Facts) -> tuple[float, str, str]:
     """Return (log2 growth of the typical gradient from output to input, layer nearest the input, layer nearest the output).
 
@@ -236,12 +294,5 @@ def growth(f: Facts) -> tuple[float, str, str]:
         logs = np.log2(np.nanmedian(values, axis=0))[matrices]
     kept = [i for i, x in zip(matrices, logs, strict=True) if np.isfinite(x)]
     logs = logs[np.isfinite(logs)]
-    if len(logs) < DEPTH_LAYERS:
-        return 0.0, "", ""
-    third = max(len(logs) // 3, 1)
-    rise = float(np.median(logs[-third:]) - np.median(logs[:third]))
-    ranks = np.argsort(np.argsort(logs))
-    trend = float(np.corrcoef(ranks, np.arange(len(logs)))[0, 1])
-    if rise <= 0 or trend < 0.6 or float(np.diff(logs).max()) > DEPTH_JUMP * rise:
-        return 0.0, "", ""
-    return rise, f.names[kept[-1]], f.names[kept[0]]
+    rise = _rise(logs)
+    return (rise, f.names[kept[-1]], f.names[kept[0]]) if rise else (0.0, "", "")

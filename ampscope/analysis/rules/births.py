@@ -61,6 +61,8 @@ def _backward(event: Event, scale: float) -> str:
     rstd = d.get("rstd_max")
     if (NORMALISATION.search(node) or NORMALISATION.search(event.op)) and (rstd is None or rstd > RSTD_LARGE):
         return "backward-overflow-norm-eps"
+    if (d.get("steep") or 0.0) > RSTD_LARGE and not d.get("zero_divisor"):
+        return "backward-overflow-norm-eps"
     if d.get("zero_divisor") or d.get("kind_of_value") == "nan":
         return "backward-nan-finite-forward"
     if SINGULAR.search(node):

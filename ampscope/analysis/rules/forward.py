@@ -128,14 +128,16 @@ def softmax_masked(f: Facts) -> Finding | None:
     found = births.of(f, "forward-nan-softmax-all-masked")  # hidden ones that hurt nothing are no fault
     if not found:
         return None
-    return _forward(
-        f,
-        "forward-nan-softmax-all-masked",
-        f"A softmax row is masked completely and gives NaN in {place(found[0])}",
-        """Never mask a whole row: let a padded query attend to one position, or replace such rows, for example
-            w = torch.where(mask.all(-1, keepdim=True), 0.0, w). FP32 gives NaN here too.""",
-        found,
-    )
+    if found[0].data.get("masks_added"):
+        remedy = """Combine the masks before they become numbers (a boolean or), clamp their sum at torch.finfo(dtype).min, or take the
+            softmax in FP32: two masks of the lowest finite value add up to -inf in FP16 alone."""
+        more = "The row holds nothing but -inf because masks were added up beyond FP16's range."
+    else:
+        more = ""
+        remedy = """Never mask a whole row: let a padded query attend to one position, or replace such rows, for example
+            w = torch.where(mask.all(-1, keepdim=True), 0.0, w). FP32 gives NaN here too."""
+    title = f"A softmax row is masked completely and gives NaN in {place(found[0])}"
+    return _forward(f, "forward-nan-softmax-all-masked", title, remedy, found, more)
 
 
 def eps_underflow(f: Facts) -> Finding | None:
@@ -334,6 +336,7 @@ def silent(f: Facts) -> Finding | None:
         "forward-nan-softmax-all-masked",
     }
     found = [e for e in f.traced("hidden") if e.phase == "forward" and not e.data.get("loss_bad")]
+    found = [e for e in found if not e.data.get("harmless")]
     found = [e for e in found if births.classify(e) not in other]
     if not found:
         return None
