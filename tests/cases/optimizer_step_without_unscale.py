@@ -6,10 +6,21 @@ from torch import nn
 from tests.cases.common import MLP, OPTIMIZERS, half
 
 TRUTH = {"rule": "optimizer-step-without-unscale", "phase": "usage", "where": []}
-VARIANTS = [{}, {"optimizer": "adam", "seed": 1}, {"form": "second"}, {"accumulate": 2, "optimizer": "momentum"}]
+VARIANTS = [
+    {},
+    {"optimizer": "adam", "seed": 1},
+    {"form": "second"},
+    {"accumulate": 2, "optimizer": "momentum"},
+    {"update": True},
+]
 
 
-def main(watch, seed=0, optimizer="sgd", form="one", accumulate=1):
+def truth(update=False, **_):
+    """Return the error that `update()` raises where no optimizer was stepped by the scaler."""
+    return {**TRUTH, "raises": "No inf checks were recorded prior to update"} if update else TRUTH
+
+
+def main(watch, seed=0, optimizer="sgd", form="one", accumulate=1, update=False):
     """Train with a forgotten scaler.step, of the only optimizer or of the second one."""
     torch.manual_seed(seed)
     model = nn.ModuleDict({"body": MLP(8, 16, 4), "head": nn.Linear(4, 1)})
@@ -25,6 +36,8 @@ def main(watch, seed=0, optimizer="sgd", form="one", accumulate=1):
             scaler.scale(loss).backward()
         if other is None:
             opt.step()
+            if update:
+                scaler.update()
         else:
             scaler.step(opt)
             other.step()
