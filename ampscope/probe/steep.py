@@ -15,6 +15,8 @@ from ampscope.probe.values import host, summary
 
 STEEP = 1e3
 """Factor from which on an operation is noted."""
+LINES = 8
+"""Lines that what belongs together is apart."""
 NAMED = re.compile(r"norm|standard", re.IGNORECASE)
 
 
@@ -46,13 +48,18 @@ class Steep:
             self._found.append((places.here(), factor))
 
     def at(self, place: Place) -> float | None:
-        """Return the largest factor of a module's place: of the same line, or of the whole function of a normalisation."""
+        """Return the largest factor near a module's place: a few lines away, or anywhere in the function of a normalisation."""
         if not place.modules:
             return None
         named = NAMED.search(" ".join([*place.types[:1], place.function]))
         near = [
             f
             for p, f in self._found
-            if p.modules[:1] == place.modules[:1] and p.function == place.function and (named or p.where == place.where)
+            if p.modules[:1] == place.modules[:1] and p.function == place.function and (named or _close(p, place))
         ]
         return max(near, default=None)
+
+
+def _close(a: Place, b: Place) -> bool:
+    (file, _, line), (other, _, number) = a.where.rpartition(":"), b.where.rpartition(":")
+    return file == other and line.isdigit() and number.isdigit() and abs(int(line) - int(number)) <= LINES

@@ -12,11 +12,15 @@ VARIANTS = [
     {"width": 48, "optimizer": "adam", "lr": 0.0},
     {"blocks": 10, "slope": 16.0, "accumulate": 2},
     {"form": "linear", "blocks": 9},
+    {"form": "cell", "blocks": 12},
+    {"form": "flat", "blocks": 10, "seed": 1},
 ]
 
 
-def truth(blocks=8, **_):
+def truth(blocks=8, form="wavy", **_):
     """Return the blocks: which one overflows first depends on the numbers."""
+    if form in ("cell", "flat"):
+        return {**TRUTH, "where": ["cell"]}
     return {**TRUTH, "where": [f"blocks.{i}" for i in range(blocks)]}
 
 
@@ -31,6 +35,28 @@ class Wavy(nn.Module):
     def forward(self, x):
         """Add the branch."""
         return x + 0.2 * torch.sin(self.slope * self.fc(x))
+
+
+class Recurrent(nn.Module):
+    """One cell, called again and again on its own output."""
+
+    def __init__(self, d, calls, form):
+        super().__init__()
+        self.inp, self.out, self.calls, self.form = nn.Linear(4, d), nn.Linear(d, 1), calls, form
+        if form == "cell":
+            self.cell = Steep(d, 0.0)
+            nn.init.eye_(self.cell.fc.weight).data.mul_(3.0)
+        else:
+            self.cell = nn.RNNCell(d, d)
+            nn.init.zeros_(self.cell.weight_ih)
+            nn.init.eye_(self.cell.weight_hh).data.mul_(4.0)
+
+    def forward(self, x):
+        """Return what the last state says."""
+        h = self.inp(x) * 0.05
+        for _ in range(self.calls):
+            h = self.cell(h) * 0.9 if self.form == "cell" else self.cell(h, 0.05 * torch.sin(20.0 * h))
+        return self.out(h)
 
 
 class Steep(nn.Module):
@@ -50,6 +76,12 @@ class Steep(nn.Module):
 def main(watch, seed=0, width=32, blocks=8, slope=20.0, form="wavy", lr=0.0, **loop):
     """Train a stack of such blocks."""
     torch.manual_seed(seed)
+    if form in ("cell", "flat"):
+        net = Recurrent(width, blocks, form)
+        x, y = torch.randn(16, 4), torch.randn(16, 1)
+        loss = lambda step, micro: nn.functional.mse_loss(net(x).float(), y)  # noqa: E731
+        train(watch, net, loss, steps=24, init_scale=2.0**16, lr=lr, **loop)
+        return
     make = Wavy if form == "wavy" else Steep
     model = nn.ModuleDict(
         {

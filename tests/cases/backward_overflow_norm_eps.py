@@ -12,7 +12,26 @@ VARIANTS = [
     {"kind": "group", "optimizer": "adam"},
     {"width": 32, "eps": 1e-13, "accumulate": 2},
     {"clip": 1.0},
+    {"kind": "rms"},
+    {"kind": "rms", "always": True, "optimizer": "adam"},
+    {"kind": "std", "eps": 1e-6, "seed": 1},
 ]
+
+
+class ByHand(nn.Module):
+    """A normalisation as people write it, in FP32."""
+
+    def __init__(self, kind, eps):
+        super().__init__()
+        self.kind, self.eps = kind, eps
+
+    def forward(self, x):
+        """Return the normalised rows."""
+        h = x.float()
+        if self.kind == "rms":
+            return (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+        spread = h.std(-1, keepdim=True)
+        return ((h - h.mean(-1, keepdim=True)) / (spread + self.eps)).to(x.dtype)
 
 
 class Net(nn.Module):
@@ -21,7 +40,10 @@ class Net(nn.Module):
     def __init__(self, d, eps, kind):
         super().__init__()
         self.proj, self.out = nn.Linear(8, d, bias=False), nn.Linear(d, 1)
-        self.ln = nn.LayerNorm(d, eps=eps) if kind == "layer" else nn.GroupNorm(1, d, eps=eps)
+        if kind in ("rms", "std"):
+            self.ln = ByHand(kind, eps)
+        else:
+            self.ln = nn.LayerNorm(d, eps=eps) if kind == "layer" else nn.GroupNorm(1, d, eps=eps)
 
     def forward(self, x):
         """Return one number a frame."""

@@ -12,11 +12,15 @@ VARIANTS = [
     {"layers": 2, "bad": 1, "optimizer": "adam"},
     {"form": "add", "accumulate": 2},
     {"form": "add", "hide": True, "layers": 2, "bad": 1},
+    {"form": "lowest", "seed": 2},
+    {"form": "actions", "optimizer": "adam"},
 ]
 
 
-def truth(layers=1, bad=0, **_):
-    """Return the attention module."""
+def truth(layers=1, bad=0, form="fill", **_):
+    """Return the attention module; none for the log-softmax of a loss."""
+    if form == "actions":
+        return {**TRUTH, "where": []}
     return {**TRUTH, "where": [f"layers.{bad}"]}
 
 
@@ -34,6 +38,9 @@ class Attention(nn.Module):
         mask = (padding if self.masked else torch.zeros_like(padding))[:, None, :]
         if self.form == "add":
             logits = logits + torch.zeros(mask.shape, dtype=logits.dtype).masked_fill(mask, float("-inf"))
+        elif self.form == "lowest":  # two masks of the lowest finite value: their sum is -inf in FP16
+            lowest = torch.zeros(mask.shape, dtype=torch.float16).masked_fill(mask, torch.finfo(torch.float16).min)
+            logits = logits + (lowest + lowest)
         else:
             logits = logits.masked_fill(mask, float("-inf"))
         return x + logits.softmax(-1) @ v
@@ -43,7 +50,7 @@ def main(watch, seed=0, d=16, layers=1, bad=0, form="fill", always=False, hide=F
     """Train on padded batches; in some of them one sample is padding only."""
     torch.manual_seed(seed)
     blocks = nn.ModuleList([Attention(d, i == bad, form) for i in range(layers)])
-    model = nn.ModuleDict({"layers": blocks, "out": nn.Linear(d, 1)})
+    model = nn.ModuleDict({"layers": blocks, "out": nn.Linear(3 * d if form == "actions" else d, 1)})
 
     def loss_of(step, micro):
         x, y = torch.randn(4, 6, d), torch.randn(4, 6, 1)
@@ -51,6 +58,13 @@ def main(watch, seed=0, d=16, layers=1, bad=0, form="fill", always=False, hide=F
         padding[1, 4:] = True
         if always or step in (3, 5, 6):
             padding[2] = True
+        if (
+            form == "actions"
+        ):  # a policy: states without an action that is allowed; the gradient is masked, the loss is not
+            allowed = ~padding.any(1)[:, None].expand(4, d)
+            logits = model["out"](torch.relu(blocks[0].qkv(x[:, 0])))
+            logp = logits.expand(4, d).masked_fill(~allowed, float("-inf")).log_softmax(-1)
+            return -logp[:, 0].float().mean()
         for layer in blocks:
             x = layer(x, padding)
         out = model["out"](x)

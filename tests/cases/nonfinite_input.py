@@ -13,6 +13,9 @@ VARIANTS = [
     {"depth": 4, "accumulate": 2, "every": 3},
     {"clip": 1.0, "conv": True},
     {"target": True, "seed": 2},
+    {"value": float("-inf"), "seed": 3},
+    {"value": float("-inf"), "conv": True, "optimizer": "adam"},
+    {"target": True, "value": float("-inf")},
     {"target": True, "value": float("inf"), "accumulate": 2, "every": 3},
 ]
 

@@ -6,7 +6,13 @@ from torch import nn
 from tests.cases.common import train
 
 TRUTH = {"rule": "single-layer-nan", "phase": "backward", "where": ["temper"], "also": ["backward-nan-finite-forward"]}
-VARIANTS = [{}, {"start": 4, "seed": 1}, {"optimizer": "adam", "clip": 0.0}, {"depth": 4, "form": "pow"}]
+VARIANTS = [
+    {},
+    {"start": 4, "seed": 1},
+    {"optimizer": "adam", "clip": 0.0},
+    {"depth": 4, "form": "pow"},
+    {"depth": 1, "form": "pow"},
+]
 
 
 class Temper(nn.Module):

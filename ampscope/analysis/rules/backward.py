@@ -240,10 +240,10 @@ def _through_calls(f: Facts, rise: float, calls: int, e: Event, steps: list[int]
         op=e.op,
         where=e.where,
         steps=span(steps),
-        evidence=f"""{count(len(steps), "step")} with a finite loss were skipped. In the traced step {e.step} backward went through {name}
-            {calls} times, and the largest gradient grew {2**rise:.3g}-fold on the way. The scale fell from {power(f.scale[0])} to
+        evidence=f"""{count(len(steps), "step")} with a finite loss were skipped. In the traced step {e.step} backward passed {name} again and
+            again ({calls} gradients were seen there), and the largest grew {2**rise:.3g}-fold on the way. The scale fell from {power(f.scale[0])} to
             {power(f.scale[-1])}.""",
-        numbers={"growth": float(2**rise), "calls": calls, "skipped_steps": len(steps)},
+        numbers={"growth": float(2**rise), "gradients_seen": calls, "skipped_steps": len(steps)},
         remedy=f"""Bound the growth: truncate backpropagation (detach the state now and then), normalise the state or scale {name}'s weight
             down, keep the state in FP32, or train in BF16.""",
     )
