@@ -17,7 +17,7 @@ from ampscope.log.files import AppendFile
 from ampscope.log.schema import Header
 from ampscope.log.streams import Stream
 from ampscope.record import derive, underflow
-from ampscope.record.step import BINS, MEASURED, Event, Layer, LayerStats, StepRecord
+from ampscope.record.step import BINS, MEASURED, Event, Layer, LayerStats, NarrowStats, StepRecord
 from tests.helpers_log import make_layers, records, write_run
 
 
@@ -25,6 +25,13 @@ def batches(path):
     """Return the rows of each batch of a file, read by pyarrow alone."""
     with pa.ipc.open_stream(path.read_bytes()) as reader:
         return [b.num_rows for b in reader]
+
+
+def wide(exponents, exact):
+    """Return statistics that have these histograms."""
+    stats = LayerStats.empty(len(exponents))
+    stats.exponents, stats.exact = exponents, exact
+    return stats
 
 
 def plain_rows(n, layers=(), first=0):
@@ -224,7 +231,7 @@ def test_trim_keeps_what_is_between_the_outermost_bins():
     exponents = rng.integers(0, 3, (20, BINS)) * (rng.random((20, BINS)) < 0.02)
     exponents[3] = 0
     exact = exponents // 2
-    layers, first, length, counts, exacts = trim(exponents, exact)
+    layers, first, length, counts, exacts = trim(wide(exponents, exact).bins())
     at = 0
     for i, f, n in zip(layers, first, length, strict=True):
         full = np.zeros(BINS, np.int64)
@@ -236,7 +243,7 @@ def test_trim_keeps_what_is_between_the_outermost_bins():
         at += n
     assert at == len(counts)
     assert set(range(20)) - set(layers.tolist()) == set(np.flatnonzero(exponents.sum(-1) == 0).tolist())
-    assert [len(x) for x in trim(np.zeros((4, BINS), np.int64), np.zeros((4, BINS), np.int64))] == [0] * 5
+    assert [len(x) for x in trim(LayerStats.empty(4).bins())] == [0] * 5
 
 
 def test_events_without_a_step_make_no_step(tmp_path):
@@ -269,6 +276,11 @@ def test_compact_columns_are_sums_over_the_histogram():
         e, exact = part.exponents, part.exact
         for scale in (2.0**-120, 0.3, 1.0, 3.0, 2.0**16, 2.0**127, np.inf, np.nan, 0.0, -1.0):
             columns = derive.compact(part, scale)
+            narrow = NarrowStats(
+                part.bins(), {n: getattr(part, n) for n in LayerStats.__dataclass_fields__ if n[:2] != "ex"}
+            )
+            assert np.array_equal(narrow.exponents, e)
+            assert np.array_equal(narrow.exact, exact)
             assert columns["subnormal"].tolist() == [int(x[: 127 - 14].sum()) for x in e]
             assert columns["low_octave"].tolist() == [int(x[127 - 14]) for x in e]
             assert columns["lowest"].tolist() == [int(x[: 127 - 23].sum()) for x in e]

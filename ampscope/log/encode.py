@@ -12,7 +12,8 @@ import pyarrow as pa
 
 from ampscope.log.schema import SCALARS
 from ampscope.record import derive, underflow
-from ampscope.record.step import Event, Layer, LayerStats, StepRecord
+from ampscope.record.history import PROBED, History
+from ampscope.record.step import Bins, Event, Layer, LayerStats, StepRecord
 
 Array = np.ndarray[Any, Any]
 Trimmed = tuple[Array, Array, Array, Array, Array]
@@ -39,16 +40,10 @@ class Row:
     events: Sequence[Event] = ()
 
 
-def trim(exponents: Array, exact: Array) -> Trimmed:
-    """Return [L, BINS] histograms without their empty ends and without empty layers."""
-    used = exponents > 0
-    layers = np.flatnonzero(used.any(-1))
-    used = used[layers]
-    bins = np.arange(used.shape[1])
-    first = used.argmax(-1) if len(layers) else np.zeros(0, np.int64)
-    last = used.shape[1] - 1 - used[:, ::-1].argmax(-1) if len(layers) else first
-    inside = (bins >= first[:, None]) & (bins <= last[:, None])
-    return layers, first, last - first + (1 if len(layers) else 0), exponents[layers][inside], exact[layers][inside]
+def trim(bins: Bins) -> Trimmed:
+    """Return histograms without empty layers."""
+    layers = np.flatnonzero(bins.length)
+    return layers, bins.first[layers], bins.length[layers], bins.exponents, bins.exact
 
 
 def begin(record: StepRecord, row: int, n_layers: int) -> Row:
@@ -61,12 +56,15 @@ def begin(record: StepRecord, row: int, n_layers: int) -> Row:
         stats = _pad(record.layers, n_layers)
         out.columns = derive.compact(stats, scalars.get("loss_scale", 1.0))
         if record.keep_exponents:
-            out.histogram = trim(stats.exponents, stats.exact)
+            out.histogram = trim(stats.bins())
     return out
 
 
-def complete(rows: Sequence[Row], numel: Array, context: underflow.Context) -> None:
-    """Add the free underflow estimate and the run-wide scalars to rows of the same layers: many at once, since one costs as much as ten."""
+def complete(rows: Sequence[Row], numel: Array, context: underflow.Context, history: History | None = None) -> None:
+    """Add the free underflow estimate and the run-wide scalars to rows of the same layers: many at once, since one costs as much as ten.
+
+    `history` is that of the rows before, of the same layers, and goes on with these; None: there are none.
+    """
     rows = [row for row in rows if row.columns is not None]
     if not rows:
         return
@@ -74,11 +72,25 @@ def complete(rows: Sequence[Row], numel: Array, context: underflow.Context) -> N
     scale, loss, micro_steps = (
         np.array([row.scalars.get(name, 1.0) for row in rows]) for name in ("loss_scale", "loss", "micro_steps")
     )
-    flushed = underflow.estimate(table, context, scale, loss, micro_steps)[0]
+    own = underflow.estimate(table, context, scale, loss, micro_steps)
+    reference = np.array([row.histogram is not None or PROBED in (row.observed or ()) for row in rows])
+    flushed = (history or History()).judge(own, table, numel, reference, _probed(rows, len(numel)))[0]
     found = derive.totals(table, numel, scale, flushed)
     for i, row in enumerate(rows):
         row.flushed = flushed[i]
         row.scalars.update({name: float(values[i]) for name, values in found.items()})
+
+
+def _probed(rows: Sequence[Row], n_layers: int) -> Array | None:
+    """Return what probes counted, float64 [T, L], NaN where none did; None if none did at all."""
+    if all(row.probed_flushed is None for row in rows):
+        return None
+    out = np.full((len(rows), n_layers), np.nan)
+    for values, row in zip(out, rows, strict=True):
+        if row.probed_flushed is not None:
+            found = np.asarray(row.probed_flushed, np.float64)[:n_layers]
+            values[: len(found)] = np.where(found < 0, np.nan, found)
+    return out
 
 
 def encode(

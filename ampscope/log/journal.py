@@ -18,6 +18,7 @@ from ampscope.log.lost import Lost
 from ampscope.log.schema import Header
 from ampscope.log.tensorboard import TensorBoardSink, make_sink
 from ampscope.record import underflow
+from ampscope.record.history import History
 from ampscope.record.step import Event, Layer, StepRecord
 
 TOGETHER = 32
@@ -40,6 +41,7 @@ class Journal:
         self._numel = np.array([layer.numel for layer in header.layers], np.int64)
         self._order: list[str] = []
         self._context = self._make_context()
+        self._history = History()
         self._row = 0
         self._step = header.first_step
         self._warned = False
@@ -108,9 +110,9 @@ class Journal:
     def _complete(self) -> None:
         """Hand the rows begun so far to the sinks."""
         rows, self._begun = self._begun, []
-        together = self.attempt(complete, rows, self._numel, self._context)
+        together = self.attempt(complete, rows, self._numel, self._context, self._history)
         for row in rows:  # one of them is to blame, if not
-            if (together or self.attempt(complete, [row], self._numel, self._context)) and self.attempt(
+            if (together or self.attempt(complete, [row], self._numel, self._context, self._history)) and self.attempt(
                 self._sink.write, row
             ):
                 if self._board is not None:
@@ -134,7 +136,7 @@ class Journal:
             self._sink.abandon()
         self._header = replace(self._header, layers=list(layers), part=self._header.part + self._sink.taken)
         self._numel = np.array([layer.numel for layer in layers], np.int64)
-        self._context = self._make_context()
+        self._context, self._history = self._make_context(), History()
         self._sink = ArrowSink(self._folder, self._header)
         if self._board is not None:
             self._board.set_layers(layers)

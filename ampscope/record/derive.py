@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ampscope.record.step import BINS, MEASURED, LayerStats
+from ampscope.record.step import BINS, MEASURED, Bins, LayerStats
 
 Array = np.ndarray[Any, Any]
 
@@ -23,13 +23,13 @@ def compact(stats: LayerStats, loss_scale: float) -> dict[str, Array]:
 
     None keeps the histograms alive: rows wait for the next flush.
     """
-    below = _Below(stats.exponents)
+    below = _Below(stats.bins())
+    unscaled = np.zeros(len(stats.state), np.int64)
     if loss_scale > 0 and np.isfinite(loss_scale):
         # Judged at the power of two at or below the scale: g <= 2^-25 means g_s <= 2^-25 * S.
-        edge = int(np.clip(BIAS - 25 + int(np.floor(np.log2(loss_scale))), -1, BINS - 2))
-        unscaled = below(edge) + stats.exact[:, edge] if edge > 0 else below(edge)
-    else:
-        unscaled = below(0)
+        edge = int(np.clip(BIAS - 25 + int(np.floor(np.log2(loss_scale))), 0, BINS - 2))
+        if edge > 0:
+            unscaled = below(edge) + below.exactly(edge)
     return {
         "state": stats.state,
         "zeros": stats.zeros,
@@ -37,7 +37,7 @@ def compact(stats: LayerStats, loss_scale: float) -> dict[str, Array]:
         "pos_inf": stats.pos_inf,
         "neg_inf": stats.neg_inf,
         "subnormal": below(NORMAL),
-        "low_octave": stats.exponents[:, NORMAL].copy(),
+        "low_octave": below(NORMAL + 1) - below(NORMAL),
         "lowest": below(SMALLEST + 1),
         "below_grid": below(SMALLEST),
         "below_unscaled": unscaled,
@@ -51,23 +51,32 @@ def compact(stats: LayerStats, loss_scale: float) -> dict[str, Array]:
 
 
 class _Below:
-    """Counts of elements below a bin, of [L, BINS] histograms: one pass over the bins that are used."""
+    """Counts of elements below a bin."""
 
-    def __init__(self, exponents: Array) -> None:
-        used = np.flatnonzero(np.bitwise_or.reduce(exponents, axis=0)) if len(exponents) else np.zeros(0, np.int64)
-        self._first, end = (int(used[0]), int(used[-1]) + 1) if len(used) else (0, 1)
-        self._sums = np.cumsum(exponents[:, self._first : end], axis=1)
+    def __init__(self, bins: Bins) -> None:
+        self._bins = bins
+        self._end = np.cumsum(bins.length)
+        self._start = self._end - bins.length
+        self._sums = np.concatenate([[0], np.cumsum(bins.exponents)])
 
     def __call__(self, edge: int) -> Array:
         """Return int64 [L], elements in bins below `edge`."""
-        at = min(edge - self._first, self._sums.shape[1])
-        return self._sums[:, at - 1].copy() if at > 0 else np.zeros(len(self._sums), np.int64)
+        upto = self._start + np.minimum(np.maximum(edge - self._bins.first, 0), self._bins.length)
+        return np.asarray(self._sums[upto] - self._sums[self._start], np.int64)
+
+    def exactly(self, edge: int) -> Array:
+        """Return int64 [L], elements that are exactly the least of bin `edge`."""
+        at = edge - self._bins.first
+        out = np.zeros(len(at), np.int64)
+        there = (at >= 0) & (at < self._bins.length)
+        out[there] = self._bins.exact[(self._start + at)[there]]
+        return out
 
     def median(self) -> Array:
         """Return uint8 [L], the bin of the median element (the lower one of two), 0 where there is none."""
-        total = self._sums[:, -1:]
-        found = (self._sums >= (total + 1) // 2).argmax(1) + self._first
-        return np.where(total[:, 0] > 0, found, 0).astype(np.uint8)
+        total = self._sums[self._end] - self._sums[self._start]
+        found = np.searchsorted(self._sums, self._sums[self._start] + (total + 1) // 2) - 1 - self._start
+        return np.where(total > 0, found + self._bins.first, 0).astype(np.uint8)
 
 
 def totals(columns: dict[str, Array], numel: Array, loss_scale: Array, flushed: Array) -> dict[str, Array]:

@@ -29,6 +29,8 @@ FLOOR = 0.01
 """The same, at least."""
 CONTRADICTION, SURE = 2.0, 3
 """Standard deviations beyond a bound, and references, from which the history is believed to contradict it."""
+PROBED = "probe/k"
+"""The observed value that a probe leaves at its step."""
 ONE = 1 << 20
 """Fixed point: the share 1."""
 
@@ -104,7 +106,8 @@ def _joined(own: Found, zeros: Array, count: Array, total: Array, squares: Array
     sure = count >= SURE
     above, below = sure & (told - far > high), sure & (told + far < low)
     # One of the two is wrong, and nothing tells which: halfway between.
-    width = np.where(above | below, doubt, ((high - low) / 4).astype(np.float64) ** 2)
+    width = np.where(high - low > TIGHT, ((high - low) / 4).astype(np.float64) ** 2, 0)
+    width = np.where(above | below, doubt, width)
     low, high = np.where(below, told, low), np.where(above, told, high)
     trust = np.where(count > 0, width / (width + doubt), 0)
     best = np.clip(best + trust * (np.clip(told, low, high) - best), low, high)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -89,6 +89,68 @@ class LayerStats:
             np.full(n, -1, np.int64), np.full(n, -1, np.int64),
             np.zeros((n, BINS), np.int64), np.zeros((n, BINS), np.int64),
         )  # fmt: skip
+
+    def bins(self) -> Bins:
+        """Return the histograms without their empty ends."""
+        used = self.exponents > 0
+        first = used.argmax(1)
+        length = np.where(used.any(1), BINS - used[:, ::-1].argmax(1) - first, 0)
+        at = np.arange(BINS)
+        inside = (at >= first[:, None]) & (at < (first + length)[:, None])
+        return Bins(first, length, self.exponents[inside], self.exact[inside])
+
+
+class Bins(NamedTuple):
+    """Histograms of L layers, each from its lowest bin in use to its highest, one after the other."""
+
+    first: npt.NDArray[np.int64]
+    """[L]; 0 where there is none."""
+    length: npt.NDArray[np.int64]
+    """[L]."""
+    exponents: npt.NDArray[np.int64]
+    """[sum of lengths] counts."""
+    exact: npt.NDArray[np.int64]
+    """[sum of lengths] those of them that are exactly a power of two."""
+
+    def widened(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return both as [L, BINS]."""
+        at = np.arange(BINS)
+        inside = (at >= self.first[:, None]) & (at < (self.first + self.length)[:, None])
+        out = np.zeros((2, *inside.shape), np.int64)
+        out[0, inside], out[1, inside] = self.exponents, self.exact
+        return out[0], out[1]
+
+
+class NarrowStats(LayerStats):
+    """Statistics whose histograms are kept as `Bins`: most steps' are never looked at. `exponents` and `exact` are made when asked for."""
+
+    __slots__ = ("_narrow", "_wide")
+
+    def __init__(self, narrow: Bins, numbers: dict[str, Any]) -> None:
+        """`numbers` are the other fields."""
+        self._narrow = narrow
+        self._wide: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None = None
+        for name, value in numbers.items():
+            setattr(self, name, value)
+
+    def bins(self) -> Bins:
+        """Return the histograms as they are kept."""
+        return self._narrow
+
+    def _widened(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        if self._wide is None:
+            self._wide = self._narrow.widened()
+        return self._wide
+
+    @property
+    def exponents(self) -> npt.NDArray[np.int64]:  # type: ignore[override]  # read only
+        """[L, BINS]."""
+        return self._widened()[0]
+
+    @property
+    def exact(self) -> npt.NDArray[np.int64]:  # type: ignore[override]  # read only
+        """[L, BINS]."""
+        return self._widened()[1]
 
 
 @dataclass(slots=True)

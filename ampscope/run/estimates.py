@@ -8,14 +8,11 @@ from typing import Any
 import numpy as np
 
 from ampscope.record import underflow
-from ampscope.record.history import REFERENCES, History
+from ampscope.record.history import PROBED, REFERENCES, History
 from ampscope.run.metrics import ESTIMATES
 from ampscope.run.series import Series
 
 Array = np.ndarray[Any, Any]
-
-PROBED = "probe/k"
-"""The observed value that a probe leaves at its step."""
 
 
 def parts(
@@ -51,7 +48,9 @@ def references_of(series: Series) -> Array:
     """Return the rows of a stream that tell later ones something: those with histograms or a probe, int64, ascending."""
     found = series.histogram_rows
     if PROBED in series.extra:
-        found = np.union1d(found, np.flatnonzero(~np.isnan(series.scalar(PROBED))))
+        every = max(int(series.header.settings.get("every", 1)), 1) if series.header else 1
+        probed = ~np.isnan(series.scalar(PROBED)) & (series.steps % every == 0)  # of others no layer was measured
+        found = np.union1d(found, np.flatnonzero(probed))
     return found
 
 

@@ -22,8 +22,9 @@ __all__ = ["BACKENDS", "StatsPending", "measure", "remember"]
 class StatsPending:
     """Statistics of n tensors on their way from one or more devices."""
 
-    def __init__(self, n: int, parts: Sequence[Part]) -> None:
-        self._n, self._parts = n, parts
+    def __init__(self, n: int, parts: Sequence[Part], done: LayerStats | None = None) -> None:
+        """`done`: the statistics, where they are there already."""
+        self._n, self._parts, self._done = n, parts, done
 
     def ready(self) -> bool:
         """Whether `resolve` returns without waiting."""
@@ -31,6 +32,8 @@ class StatsPending:
 
     def resolve(self) -> LayerStats:
         """Wait, and return the statistics in the order the tensors were given."""
+        if self._done is not None:
+            return self._done
         return rows.to_stats(*rows.gather(self._n, (part.get() for part in self._parts)))
 
 
@@ -54,7 +57,7 @@ def measure(tensors: Sequence[torch.Tensor], last: Any = None) -> StatsPending:
     n = len(tensors)
     here = BACKENDS.on_host(tensors, last) if n else None
     if here is not None:
-        return StatsPending(n, [here])
+        return StatsPending(n, [], here)
     places = [t.device for t in tensors]
     parts: list[Part] = []
     for device in set(places):

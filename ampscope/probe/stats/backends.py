@@ -15,6 +15,7 @@ import torch
 
 from ampscope.probe.stats import rows, torch_ops
 from ampscope.probe.stats.parts import Copying, Here, Part
+from ampscope.record.step import LayerStats
 
 PATIENCE = 3e-8
 """Seconds an element for which the CPU kernel is waited for: what torch operations would take."""
@@ -64,15 +65,13 @@ class Backends:
         if wait and self._thread.is_alive():
             self._thread.join()
 
-    def on_host(self, tensors: Sequence[torch.Tensor], last: Any) -> Part | None:
+    def on_host(self, tensors: Sequence[torch.Tensor], last: Any) -> LayerStats | None:
         """Measure ordinary CPU tensors at once; None where they are not all that, or there is no kernel for them.
 
         `last` knows what they looked like the last time.
         """
-        if self._kernel is None:
-            return None
-        found = self._kernel.measure_ordinary(tensors, last)
-        return None if found is None else Here(range(len(tensors)), *found)
+        found: LayerStats | None = None if self._kernel is None else self._kernel.measure_ordinary(tensors, last)
+        return found
 
     def measure(self, device: torch.device, index: Sequence[int], tensors: Sequence[torch.Tensor]) -> list[Part]:
         """Start measuring `tensors[i]` for i in `index`, all of them on `device`."""

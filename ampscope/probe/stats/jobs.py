@@ -12,6 +12,8 @@ from ampscope.probe.stats.jit import STAMP, c_function, jit
 from ampscope.probe.stats.kernels import BLOCK, chunk32, chunk64
 from ampscope.probe.stats.lines import CHUNK, empty_lines, join_notes, note
 from ampscope.probe.stats.rows import (
+    EXACT,
+    HISTOGRAM,
     LOW_BITS,
     MAX,
     NAN,
@@ -113,11 +115,11 @@ class Job(NamedTuple):
 _HEADER = 6
 
 
-def make_job(team: int, chunks: Any, addresses: Any, shapes: Any, wide: Any, starts: Any, zeros: Any = np.zeros) -> Job:
-    """Return a job of which nothing is done. `zeros` gives the memory for the rows."""
+def make_job(team: int, chunks: Any, addresses: Any, shapes: Any, wide: Any, starts: Any, out: Any = None) -> Job:
+    """Return a job of which nothing is done. `out`: memory for the rows, all zero, if there is some."""
     n, m, words = len(addresses), len(chunks), int(starts[-1])
     arrays = (
-        chunks, addresses, shapes, wide, zeros((team, n, WIDTH), np.int64), np.zeros((team, n, 1)),
+        chunks, addresses, shapes, wide, np.zeros((team, n, WIDTH), np.int64) if out is None else out, np.zeros((team, n, 1)),
         np.zeros((team, words), np.uint64), starts, np.zeros(m),
     )  # fmt: skip
     return Job(np.array([0, 0, team, n, m, words, *(a.ctypes.data for a in arrays)]), *arrays)
@@ -169,6 +171,46 @@ def join(out: Any, seen: Any, starts: Any, shapes: Any) -> None:
                 row[k] += other[k]
             row[LOW_BITS], row[TOP] = low, top
             join_notes(shapes[t, 1], notes, seen[w, starts[t] : starts[t + 1]])
+
+
+@jit()
+def take_out(out: Any, sizes: Any) -> Any:
+    """Return (first, length, exponents, exact, numbers) of the joined rows [team, n, WIDTH] of FP32 tensors, and leave zeros there.
+
+    The first four are the fields of `Bins`, the other numbers are int64 [HISTOGRAM, n].
+    """
+    n = out.shape[1]
+    first, length = np.zeros(n, np.int64), np.zeros(n, np.int64)
+    numbers = np.empty((HISTOGRAM, n), np.int64)
+    for t in range(n):
+        row = out[0, t]
+        left = sizes[t] - row[ZEROS] - row[NAN] - row[POS_INF] - row[NEG_INF]
+        if left > 0:  # down from the bin of the largest, until every element is found
+            b = row[TOP] >> 23
+            length[t] = b + 1
+            while left > row[HISTOGRAM + b] and b > 0:
+                left -= row[HISTOGRAM + b]
+                b -= 1
+            first[t] = b
+            length[t] -= b
+        for c in range(HISTOGRAM):
+            numbers[c, t] = row[c]
+    total = length.sum()
+    exponents, exact = np.empty(total, np.int64), np.empty(total, np.int64)
+    at = 0
+    for t in range(n):
+        for b in range(first[t], first[t] + length[t]):
+            exponents[at] = out[0, t, HISTOGRAM + b]
+            exact[at] = out[0, t, EXACT + b]
+            at += 1
+        for w in range(out.shape[0]):
+            row = out[w, t]
+            for c in range(HISTOGRAM):
+                row[c] = 0
+            for b in range(first[t], first[t] + length[t]):
+                row[HISTOGRAM + b] = 0
+                row[EXACT + b] = 0
+    return first, length, exponents, exact, numbers
 
 
 @jit()

@@ -17,11 +17,14 @@ import numpy as np
 import torch
 
 from ampscope.probe.stats import jobs, kernels, lines, rows
-from ampscope.probe.stats.pool import Pool
 from ampscope.probe.stats.team import Team, Thread, find_team
+from ampscope.record.step import Bins, LayerStats, NarrowStats
 
 ALONE = 1 << 18
 """Elements below which a second thread costs more than it brings."""
+
+KEPT = 64 << 20
+"""Bytes of rows kept for the next time at most (of 8 threads and 2,000 tensors)."""
 
 _TENSOR = torch._C.TensorBase
 _SHAPE, _DTYPE, _BYTES, _ON_CPU = (operator.attrgetter(name) for name in ("shape", "dtype", "nbytes", "is_cpu"))
@@ -49,17 +52,14 @@ class CpuKernel:
         self._threads = threads
         self.team = Thread() if team is None else team
         self._lock = threading.Lock()
-        self._pool = Pool()
+        self._out: Any = None
 
     def forked(self) -> None:
         """Begin anew in a forked child: its parent's other threads and locks are not there."""
-        self.team, self._lock, self._pool = Thread(), threading.Lock(), Pool()
+        self.team, self._lock, self._out = Thread(), threading.Lock(), None
 
     def measure(self, tensors: Sequence[torch.Tensor]) -> tuple[rows.Ints, rows.Reals]:
         """Return [n, WIDTH] int64 and [n, 2] float64 rows of CPU tensors, at once."""
-        found = self.measure_ordinary(tensors, None)
-        if found is not None:
-            return found
         plains = [rows.plain(t) for t in tensors]
         singles = [p.tensor if p.tensor.dtype in (torch.float32, torch.float64) else p.tensor.float() for p in plains]
         layout = tuple((t.numel(), p.height, t.dtype is torch.float64) for t, p in zip(singles, plains, strict=True))
@@ -67,8 +67,8 @@ class CpuKernel:
         rows.amend(ints, reals, [(i, p.note) for i, p in enumerate(plains) if p.note is not None])
         return ints, reals
 
-    def measure_ordinary(self, tensors: Sequence[torch.Tensor], last: Any) -> tuple[rows.Ints, rows.Reals] | None:
-        """Return the rows of contiguous FP32 tensors; None where not all are.
+    def measure_ordinary(self, tensors: Sequence[torch.Tensor], last: Any) -> LayerStats | None:
+        """Return the statistics of contiguous FP32 tensors; None where not all are.
 
         `last` remembers the tensors of this place: those of as many bytes as the last time are planned as then, without further questions.
         """
@@ -76,12 +76,12 @@ class CpuKernel:
         made = self._plan(tensors, last) if addresses is not None else None
         if addresses is None or made is None:
             return None
-        ints, reals = self.run(addresses, made)
-        signed = ints[:, rows.POS_INF : rows.NEG_INF + 1]
-        if signed.any():  # the sign of a lazily negated tensor is the other one
-            turned = [i for i, t in enumerate(tensors) if t.is_neg()]
-            signed[turned] = signed[turned, ::-1]
-        return ints, reals
+        stats = self.narrow(addresses, made)
+        infinite = stats.pos_inf + stats.neg_inf
+        if infinite.any():  # the sign of a lazily negated tensor is the other one
+            turned = [i for i in infinite.nonzero()[0].tolist() if tensors[i].is_neg()]
+            stats.pos_inf[turned], stats.neg_inf[turned] = stats.neg_inf[turned], stats.pos_inf[turned]
+        return stats
 
     def _plan(self, tensors: Sequence[torch.Tensor], last: Any) -> Plan | None:
         """Return the plan for contiguous tensors, None unless all are FP32.
@@ -105,33 +105,40 @@ class CpuKernel:
         Raises:
             RuntimeError: a tensor's memory was given back (its storage resized to nothing).
         """
+        with self._lock:
+            job, reals = self._work(addresses, made, None)
+        return job.out[0], reals
+
+    def narrow(self, addresses: Sequence[int], made: Plan) -> LayerStats:
+        """Return the statistics of the same.
+
+        The rows stay here for the next time. Their memory is large beside that of small tensors, and new memory is slow.
+        """
+        with self._lock:
+            before, self._out = self._out, None  # where this is interrupted, what is left there is no good
+            job, reals = self._work(addresses, made, before)
+            *bins, numbers = jobs.take_out(job.out, made.sizes)
+            self._out = job.out if job.out.nbytes <= KEPT else None
+        return NarrowStats(Bins(*bins), rows.fields(numbers, reals))
+
+    def _work(self, addresses: Sequence[int], made: Plan, out: Any) -> tuple[jobs.Job, rows.Reals]:
         if 0 in addresses and made.sizes[np.equal(addresses, 0)].any():
             raise RuntimeError("a tensor to be measured has no memory")
-        with self._lock:
-            threads = self.team.size() if self._threads is None else self._threads
-            job = jobs.make_job(
-                threads if made.total >= ALONE else 1,
-                made.chunks, np.array(addresses, np.int64), made.shapes, made.wide, made.starts, self._pool.zeros,
-            )  # fmt: skip
-            if len(job.out) == 1:
-                jobs.member(job.header.ctypes.data)
-            else:
-                self.team.run(job.header.ctypes.data)
-                jobs.join(job.out, job.seen, made.starts, made.shapes)
-        ints, reals = job.out[0], np.zeros((len(made.sizes), 2))
+        threads = self.team.size() if self._threads is None else self._threads
+        team = threads if made.total >= ALONE else 1
+        if out is not None and out.shape[:2] != (team, len(addresses)):
+            out = None
+        job = jobs.make_job(team, made.chunks, np.array(addresses, np.int64), made.shapes, made.wide, made.starts, out)
+        if team == 1:
+            jobs.member(job.header.ctypes.data)
+        else:
+            self.team.run(job.header.ctypes.data)
+            jobs.join(job.out, job.seen, made.starts, made.shapes)
+        reals = np.zeros((len(made.sizes), 2))
         jobs.finish(
-            ints,
-            reals,
-            job.largest,
-            job.seen[0],
-            made.starts,
-            job.sums,
-            made.chunks,
-            made.shapes,
-            made.sizes,
-            made.wide,
-        )
-        return ints, reals
+            job.out[0], reals, job.largest, job.seen[0], made.starts, job.sums, made.chunks, made.shapes, made.sizes, made.wide,
+        )  # fmt: skip
+        return job, reals
 
 
 class Plan(NamedTuple):
@@ -169,4 +176,5 @@ def stages(kernel: CpuKernel) -> Iterator[Callable[[], object]]:
     yield lambda: plan(layout)
     yield lambda: jobs.join(*none, np.zeros((0, 2), np.int64))
     yield lambda: kernel.run([single.ctypes.data, double.ctypes.data], plan(layout))
+    yield lambda: jobs.take_out(np.zeros((1, 0, rows.WIDTH), np.int64), np.zeros(0, np.int64))
     yield lambda: setattr(kernel, "team", find_team())

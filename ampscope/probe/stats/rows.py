@@ -160,18 +160,21 @@ def gather(n: int, parts: Iterable[tuple[Sequence[int], Ints, Reals]]) -> tuple[
 def to_stats(ints: Ints, reals: Reals) -> LayerStats:
     """Return the statistics in [n, WIDTH] integers and [n, 2] floats; histograms are views of them."""
     numbers = ints[:, :HISTOGRAM].T.copy()  # looked at many times, and rows are 4 KB apart
+    return LayerStats(**fields(numbers, reals), exponents=ints[:, HISTOGRAM:EXACT], exact=ints[:, EXACT:WIDTH])
+
+
+def fields(numbers: Ints, reals: Reals) -> dict[str, Any]:
+    """Return the fields of statistics, but for the histograms, from int64 [HISTOGRAM, n] and float64 [n, 2]."""
     most, squares = reals.T.copy()
-    return LayerStats(
-        state=np.full(len(ints), MEASURED, np.uint8),
-        zeros=numbers[ZEROS],
-        nan=numbers[NAN],
-        pos_inf=numbers[POS_INF],
-        neg_inf=numbers[NEG_INF],
-        max_abs=most,
-        sum_squares=squares,
-        low_bits=numbers[LOW_BITS].astype(np.uint32),
-        zero_rows=numbers[ZERO_ROWS],
-        zero_cols=numbers[ZERO_COLS],
-        exponents=ints[:, HISTOGRAM:EXACT],
-        exact=ints[:, EXACT:WIDTH],
-    )
+    return {
+        "state": np.full(len(reals), MEASURED, np.uint8),
+        "zeros": numbers[ZEROS],
+        "nan": numbers[NAN],
+        "pos_inf": numbers[POS_INF],
+        "neg_inf": numbers[NEG_INF],
+        "max_abs": most,
+        "sum_squares": squares,
+        "low_bits": numbers[LOW_BITS].astype(np.uint32),
+        "zero_rows": numbers[ZERO_ROWS],
+        "zero_cols": numbers[ZERO_COLS],
+    }
