@@ -105,9 +105,10 @@ class Culprit(Observer):
         loss_known = "loss" in record.scalars
         loss_bad = loss_known and not math.isfinite(record.scalars["loss"])
         skipped = record.scalars.get("skipped", 0.0) > 0
-        bad, measured = sort_out(record.layers, self._order)
-        if not (skipped or bad or loss_bad):
+        stats = record.layers
+        if not (skipped or loss_bad or (stats is not None and (stats.nan + stats.pos_inf + stats.neg_inf).any())):
             return
+        bad, measured = sort_out(record.layers, self._order)
         layers = recorder.layers
         data: dict[str, Any] = {
             "topic": "gradients", "loss_finite": not loss_bad, "loss_known": loss_known, "bad": len(bad), "measured": len(measured),

@@ -100,7 +100,7 @@ class State(Observer):
 
     def after_optimizer_step(self, recorder: Recorder, optimizer: torch.optim.Optimizer) -> None:
         """Count half-precision weights that did not move; look at an optimizer's state once there is one."""
-        for p, grad in _half_weights(optimizer):
+        for p, grad in _half_weights(optimizer) if self._before else ():
             old = self._before.pop(id(p), None)
             if old is not None:
                 asked = head(grad, ELEMENTS) != 0
