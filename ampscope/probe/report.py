@@ -126,7 +126,7 @@ def step(tracer: OpTracer, at: int) -> list[Event]:
         hidden = hidden and (birth.healed or not trace.loss_bad) and not birth.place.scaling
         hidden = hidden and not (birth.harmless and not trace.gradients_bad)
         if birth.evaluation:
-            if hidden and not any(e.data.get("role") == "eval" for e in events):
+            if hidden and birth.fp32_ok is not False and not any(e.data.get("role") == "eval" for e in events):
                 events.append(event_of(birth, trace, at, role="eval", eval=True))
         elif hidden and len(events) < 6:
             events.append(event_of(birth, trace, at, role="hidden", loss_bad=trace.loss_bad))
@@ -176,7 +176,7 @@ def evaluation(tracer: OpTracer, output: Any, at: int) -> Event | None:
     bad = any(
         isinstance(t, torch.Tensor) and t.is_floating_point() and host(t) and summary(t)[0] for t in tree_leaves(output)
     )
-    plain = [b for b in trace.births if not b.meant and (bad or not b.harmless)]
+    plain = [b for b in trace.births if not b.meant and (bad or not (b.harmless or b.fp32_ok is False))]
     if trace.bad_inputs or not (bad or plain):
         return None
     if plain:

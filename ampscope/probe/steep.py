@@ -40,7 +40,8 @@ class Steep:
             factor = summary(outputs[0])[1]
         elif name == "div" and len(inputs) == 2 and host(inputs[1]) and inputs[1].data_ptr() not in parameters:
             dividend, divisor = inputs
-            if divisor.dim() and divisor.numel() < dividend.numel():
+            spread = any(s == 0 and n > 1 for s, n in zip(divisor.stride(), divisor.shape, strict=True))
+            if divisor.dim() and (spread or divisor.numel() < dividend.numel()):
                 small = divisor.detach().abs().float()
                 least = float(torch.where(small > 0, small, torch.inf).amin().numpy())
                 factor = 1.0 / least

@@ -83,14 +83,15 @@ def backward_nan(f: Facts) -> Finding | None:
     if not found:
         return _untraced(f)
     e = found[0]
-    own = _own_layer(f, e)
-    if own is not None:
-        owner, steps = own
-        return _single(owner, e.op, e.where, steps, story(found), numbers(found))
     node = str(e.data.get("autograd_node", ""))
     producer = str(e.data.get("producer", ""))
     name = e.data.get("forward_op") if not e.data.get("cast") else ""
     name = str(name or (producer if births.SINGULAR.search(producer) else node).split("Backward")[0]).lower()
+    op = f"{name} backward ({e.op})"
+    own = _own_layer(f, found)
+    if own is not None:
+        owner, steps = own
+        return _single(owner, op, e.where, steps, story(found), numbers(found))
     lost = [s for s, c in f.culprits.items() if c.data.get("nan") and c.data.get("loss_finite")]
     return finding(
         "backward-nan-finite-forward",
@@ -98,7 +99,7 @@ def backward_nan(f: Facts) -> Finding | None:
         f"The derivative of {name} is not finite in {place(e)}, although the forward is",
         "backward",
         layers=blamed(found),
-        op=f"{name} backward ({e.op})",
+        op=op,
         where=e.where,
         steps=span([*(x.step for x in found), *lost]),
         evidence=f"{story(found)} It happened in {node or 'backward'}, while the loss was finite.",
@@ -108,9 +109,10 @@ def backward_nan(f: Facts) -> Finding | None:
     )
 
 
-def _own_layer(f: Facts, e: Event) -> tuple[str, tuple[int, int, int]] | None:
-    """Whether the birth is one module's own derivative, and nobody else's gradient suffers: (module, steps)."""
-    bad = [c for c in f.culprits.values() if c.data.get("nan") and c.data.get("loss_finite")]
+def _own_layer(f: Facts, found: list[Event]) -> tuple[str, tuple[int, int, int]] | None:
+    """Whether the births are one module's own derivative, and nobody else's gradient suffers: (module, steps)."""
+    e, seen = found[0], {x.step for x in found}
+    bad = [c for s, c in f.culprits.items() if c.data.get("loss_finite") and (c.data.get("nan") or s in seen)]
     owners = {m for c in bad for m in modules(c.layers)}
     if not e.layers or len(owners) != 1:
         return None
@@ -127,7 +129,7 @@ def _single(
     return finding(
         "single-layer-nan",
         "error",
-        f"Only {owner} has NaN gradients",
+        f"Only {owner} has non-finite gradients, of its own making",
         "backward",
         layers=(owner,),
         op=op,

@@ -113,6 +113,10 @@ def place(event: Event) -> str:
 def innocence(event: Event) -> str:
     """Say whether FP32 has the fault too."""
     ok = event.data.get("fp32_ok")
+    if event.data.get("masks_added"):
+        return "In FP32 the sum of these masks is finite, and so is the softmax."
+    if ok is None and event.data.get("zero_divisor"):
+        return "FP32 has the fault too if the value is exactly 0 there, and not rounded to 0 by FP16: one step with autocast off tells."
     if ok is True:
         return "In FP32 the same operation on the same inputs is finite."
     return "The same operation is non-finite in FP32 too: not AMP's fault." if ok is False else ""
@@ -130,7 +134,8 @@ def story(events: Sequence[Event]) -> str:
         if e.data.get("of_poles")
         else f"finite {dtype} inputs"
     )
-    text = f"{e.op or 'An operation'} in {place(e)} made {kind} out of {source}"
+    what = f"The cast to {dtype} ({e.op})" if e.data.get("cast") else e.op or "An operation"
+    text = f"{what} in {place(e)} made {kind} out of {'finite values' if e.data.get('cast') else source}"
     sizes = []
     if e.data.get("input_max") is not None:
         sizes.append(f"largest input {e.data['input_max']:.4g}")

@@ -24,8 +24,8 @@ def nonfinite_input(f: Facts) -> Finding | None:
     many = "s" if len(steps) > 1 else ""
     if e.data.get("given_to"):  # past the model: a target
         shape = " × ".join(map(str, e.data.get("shape") or [])) or "scalar"
-        text = f"""In the traced step{many} {listing(steps)} {e.data["given_to"]} was given a tensor ({shape}) with {e.data.get("count")}
-            non-finite values that no operation of the step made: a target or a weight of the batch."""
+        text = f"""In the traced step{many} {listing(steps)} {e.data["given_to"]} was given a tensor ({shape}) with
+            {count(int(e.data.get("count") or 0), "non-finite value")} that no operation of the step made: a target or a weight of the batch."""
     else:
         text = f"""In the traced step{many} {listing(steps)} argument {e.data.get("argument")} of the model held non-finite values
             ({e.data.get("count")} in sample {samples} of step {e.step}'s batch) before the first layer ran."""
@@ -103,8 +103,12 @@ def _forward(f: Facts, rule: str, title: str, remedy: str, found: list[Event], m
         first = min(e.step for e in found)
         pool = [s for s, c in f.culprits.items() if c.data.get("nan") and s <= first]
         more = f"{more} The value was squashed on its way to the loss, and broke backward."
+    if e.data.get("role") == "root" and not e.data.get("loss_bad"):
+        pool = [s for s, c in f.culprits.items() if c.data.get("nan") and c.data.get("loss_finite")]
+        more = f"{more} The loss stayed finite (the value was squashed or masked on its way), the gradients did not."
+    hidden = e.data.get("role") == "hidden" or not e.data.get("loss_bad")
     lost = (
-        f"{'Gradients were' if e.data.get('role') == 'hidden' else 'The loss was'} non-finite at {count(len(pool), 'step')}: {listing(pool)}."
+        f"{'Gradients were' if hidden else 'The loss was'} non-finite at {count(len(pool), 'step')}: {listing(pool)}."
         if pool
         else ""
     )
@@ -336,7 +340,8 @@ def silent(f: Facts) -> Finding | None:
         "forward-nan-softmax-all-masked",
     }
     found = [e for e in f.traced("hidden") if e.phase == "forward" and not e.data.get("loss_bad")]
-    found = [e for e in found if not e.data.get("harmless")]
+    # What FP32 makes non-finite too (1 / 0 in the branch that torch.where leaves out) is no overflow.
+    found = [e for e in found if not e.data.get("harmless") and e.data.get("fp32_ok") is not False]
     found = [e for e in found if births.classify(e) not in other]
     if not found:
         return None
@@ -344,7 +349,7 @@ def silent(f: Facts) -> Finding | None:
     return finding(
         "silent-forward-overflow",
         "warning",
-        f"{e.op} in {place(e)} overflows and nobody notices",
+        f"{e.op} in {place(e)} overflows, and the loss does not show it",
         "forward",
         layers=blamed(found),
         op=e.op,
