@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.cases.common import MLP, half
+from tests.cases.optimizer_eps_underflow import Slim
 
 LOOPS = {}
 
@@ -167,6 +168,19 @@ def scale_capped_by_a_subclass(watch, seed):
     opt = torch.optim.SGD(model.parameters(), 1e-3)
     watch(scaler, model)
     for _ in range(40):
+        opt.zero_grad()
+        scaler.scale(_loss(model)).backward()
+        scaler.step(opt)
+        scaler.update()
+
+
+@loop
+def half_state_computed_in_fp32(watch, seed):
+    """An optimizer that keeps its moments in half precision, and adds its epsilon in float32."""
+    model, scaler = _network(seed, init_scale=2.0**12)
+    opt = Slim(model.parameters(), 1e-4, 1e-8, wide=True)
+    watch(scaler, model)
+    for _ in range(20):
         opt.zero_grad()
         scaler.scale(_loss(model)).backward()
         scaler.step(opt)

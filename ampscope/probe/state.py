@@ -7,7 +7,7 @@ Written down as `note` events of topic "usage" (`data["what"]`), and numbers in 
 | `half_parameters` | | trainable parameters are float16, when watching begins |
 | `no_tensor_cores` | | the GPU has no FP16 tensor cores |
 | `optimizer_resumed` | | the optimizer comes with steps behind it, the scaler is new |
-| `optimizer_eps` | | the optimizer keeps its state in float16, where its epsilon is zero |
+| `optimizer_eps` | `optimizer_eps/nonfinite` (weights) | the optimizer keeps its state in float16, where its epsilon is zero; weights that are not finite after its steps |
 | | `rounding/asked`, `rounding/unchanged` | of half-precision weights that a step should have moved, and those it did not |
 """
 
@@ -27,6 +27,8 @@ NAMED = 20
 """Layers an event names at most."""
 FP16_FLUSH = 2.0**-25
 """At or below it a number is zero in FP16."""
+EPS_NAMES = ("eps", "epsilon")
+"""What optimizers call the number that keeps them from dividing by zero."""
 ROUNDING_STEPS, ROUNDING_EVERY = 3, 50
 """Half-precision weights are compared before and after each of the first steps, then every so many."""
 TENSORS, ELEMENTS = 8, 1 << 14
@@ -42,6 +44,7 @@ class State(Observer):
         self._looked: set[int] = set()
         self._stepped: set[int] = set()
         self._before: dict[int, torch.Tensor] = {}
+        self._tiny_eps: set[int] = set()
         self._fresh = False
         self._init_scale = 0.0
         self._first_step = 0
@@ -91,10 +94,13 @@ class State(Observer):
             text = f"{label} comes with {steps:g} steps behind it, the scaler starts at its initial scale {self._init_scale:g}"
             self._say("optimizer_resumed", text, steps=steps, init_scale=self._init_scale)
 
+    def _looks(self, recorder: Recorder) -> bool:
+        at = recorder.window.step - self._first_step
+        return at < ROUNDING_STEPS or at % ROUNDING_EVERY == 0
+
     def before_optimizer_step(self, recorder: Recorder, optimizer: torch.optim.Optimizer) -> None:
         """Keep a little of half-precision weights, to see whether the step moves them."""
-        at = recorder.window.step - self._first_step
-        if at >= ROUNDING_STEPS and at % ROUNDING_EVERY:
+        if not self._looks(recorder):
             return
         self._before = {id(p): head(p, ELEMENTS).clone() for p, _ in _half_weights(optimizer)}
 
@@ -110,21 +116,49 @@ class State(Observer):
         if id(optimizer) not in self._stepped:
             self._stepped.add(id(optimizer))
             self._look_at_eps(recorder, optimizer)
+        if id(optimizer) in self._tiny_eps:
+            self._look_for_damage(recorder, optimizer)
 
     def closed(self) -> None:
         """Forget tensors."""
         self._before.clear()
 
     def _look_at_eps(self, recorder: Recorder, optimizer: torch.optim.Optimizer) -> None:
-        eps = [float(g["eps"]) for g in optimizer.param_groups if isinstance(g.get("eps"), float)]
-        if not eps or not 0 < min(eps) <= FP16_FLUSH:
+        eps = _eps(optimizer)
+        if not 0 < eps <= FP16_FLUSH:
             return
         states = [s for s in list(optimizer.state.values())[:TENSORS] if isinstance(s, dict)]
         if any(isinstance(t, torch.Tensor) and t.dtype is torch.float16 for s in states for t in s.values()):
             label = recorder.label(optimizer)
             names = tuple(x.name for x in recorder.layers if x.optimizer == label)
-            text = f"{label} keeps its state in float16, where eps={min(eps):g} is zero"
-            self._say("optimizer_eps", text, names, optimizer=label, eps=min(eps))
+            text = f"{label} keeps its state in float16, where eps={eps:g} is zero"
+            self._tiny_eps.add(id(optimizer))
+            self._say(
+                "optimizer_eps", text, names, optimizer=label, eps=eps, computes_in_half=_computes_in_half(optimizer)
+            )
+
+    def _look_for_damage(self, recorder: Recorder, optimizer: torch.optim.Optimizer) -> None:
+        """Count weights that are not finite after a step of an optimizer whose epsilon is zero."""
+        found = 0
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if p.grad is not None and p.layout is torch.strided and p.numel() and found < TENSORS:
+                    found += 1
+                    recorder.observe("optimizer_eps/nonfinite", (~torch.isfinite(head(p, ELEMENTS))).sum())
+
+
+def _eps(optimizer: torch.optim.Optimizer) -> float:
+    """Return an optimizer's smallest epsilon: of its groups, else its own; 0 if it has none."""
+    found = [group.get(name) for group in optimizer.param_groups for name in EPS_NAMES]
+    found = [x for x in found if x is not None] or [getattr(optimizer, name, None) for name in EPS_NAMES]
+    numbers = [float(x) for x in found if isinstance(x, (int, float)) and not isinstance(x, bool)]
+    return min(numbers, default=0.0)
+
+
+def _computes_in_half(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it adds its epsilon in the state's dtype: torch's own optimizers do, but for their fused kernels. Of others nothing is known."""
+    fused = any(group.get("fused") for group in optimizer.param_groups)
+    return type(optimizer).__module__.startswith("torch.optim") and not fused
 
 
 def has_tensor_cores(name: str, major: int) -> bool:

@@ -40,9 +40,12 @@ def half_parameters(f: Facts) -> Finding | None:
 def optimizer_eps(f: Facts) -> Finding | None:
     """Adam's epsilon is zero in the optimizer's FP16 state."""
     notes = f.usage("optimizer_eps")
-    if not notes:
-        return None
-    e = notes.first
+    lost = f.observed("optimizer_eps/nonfinite")
+    if not notes or not (lost.any() or any(e.data.get("computes_in_half", True) for e in notes.events)):
+        return None  # an optimizer of the user's that adds it in FP32, it seems
+    e = next((e for e in notes.events if e.data.get("computes_in_half", True)), notes.first)
+    steps = f.at(lost > 0)
+    seen = f"At step {listing(steps)} weights were inf or NaN after the optimizer's step." if steps else ""
     return finding(
         "optimizer-eps-underflow",
         "error",
@@ -53,8 +56,12 @@ def optimizer_eps(f: Facts) -> Finding | None:
         where=e.where,
         steps=(e.step, max(f.whole[1], e.step), max(f.n, 1)),
         evidence=f"""{e.message}: where the second moment rounds to zero as well, the update is x/0 or 0/0, and the weight becomes inf or
-            NaN.""",
-        numbers={"eps": e.data.get("eps"), "optimizer": e.data.get("optimizer")},
+            NaN. {seen}""",
+        numbers={
+            "eps": e.data.get("eps"),
+            "optimizer": e.data.get("optimizer"),
+            "nonfinite_weights_seen": int(lost.max(initial=0)),
+        },
         remedy="""Keep parameters and optimizer state in float32 (autocast casts for the forward), or use an eps that FP16 holds (1e-4).""",
     )
 
