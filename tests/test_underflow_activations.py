@@ -7,6 +7,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ampscope
+from ampscope.probe.stats import BACKENDS
+
+# numba's first compilation, in a thread of its own, restores the warning filters it found: pytest.warns would lose its own.
+BACKENDS.warm(wait=True)
 
 
 class Net(nn.Module):

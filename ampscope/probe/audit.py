@@ -22,7 +22,7 @@ class Audit:
     """What one batch loses at each scale. Arrays are float64 [S, L]: scales × layers; shares of the layer's elements, 0..1.
 
     `flushed`: zero under autocast, non-zero in FP32. `subnormal`: 0 < |g_s| < the format's smallest normal (fewer bits survive).
-    `overflowed`: inf or NaN under autocast. `error`: ‖g_half/S − g_fp32‖ / ‖g_fp32‖ (L2; NaN where either is not finite or FP32's is zero).
+    `overflowed`: inf or NaN under autocast. All three are NaN where the loss does not use the layer. `error`: ‖g_half/S − g_fp32‖ / ‖g_fp32‖ (L2; NaN where either is not finite or FP32's is zero).
     """
 
     layers: tuple[str, ...]
@@ -46,7 +46,9 @@ class Audit:
         for i, name in enumerate(self.layers):
             cells = []
             for s in range(len(self.scales)):
-                if self.overflowed[s, i] > 0:
+                if np.isnan(self.flushed[s, i]):
+                    cells.append("         -")
+                elif self.overflowed[s, i] > 0:
                     cells.append("       inf")
                 else:
                     error = self.error[s, i]
@@ -67,7 +69,7 @@ class Audit:
         clean = [s for s in range(len(self.scales)) if not (self.overflowed[s] > 0).any()]
         if not clean:
             return None
-        return self.scales[min(clean, key=lambda s: (round(float(self.flushed[s].mean()), 6), self.scales[s]))]
+        return self.scales[min(clean, key=lambda s: (round(float(np.nansum(self.flushed[s])), 6), self.scales[s]))]
 
     def figure(self) -> Any:
         """Return a Plotly figure: flushed share by layer and scale, overflow marked.
@@ -80,7 +82,8 @@ class Audit:
         except ImportError:
             raise AmpscopeError("Audit.figure() needs plotly: pip install plotly") from None
         over = self.overflowed.T > 0
-        text = np.where(over, "inf", np.char.add((self.flushed.T * 100).round(0).astype(int).astype(str), " %"))
+        text = np.array([[_cell(x) for x in row] for row in self.flushed.T], object)
+        text = np.where(over, "inf", text)
         figure = go.Figure(
             go.Heatmap(z=self.flushed.T.tolist(), x=[_power(s) for s in self.scales], y=list(self.layers), zmin=0, zmax=1, colorscale="Cividis",
                        text=text.tolist(), texttemplate="%{text}", colorbar={"title": "flushed"})
@@ -91,6 +94,10 @@ class Audit:
             yaxis={"autorange": "reversed"},
         )
         return figure
+
+
+def _cell(share: float) -> str:
+    return "" if np.isnan(share) else f"{share:.0%}"
 
 
 def _power(x: float) -> str:
@@ -134,25 +141,24 @@ def audit(
     params = [p for _, p in pairs]
     device = params[0].device.type
     shape = (len(scales), len(layers))
-    flushed, subnormal, overflowed, error = np.zeros(shape), np.zeros(shape), np.zeros(shape), np.full(shape, np.nan)
+    flushed, subnormal, overflowed, error = (np.full(shape, np.nan) for _ in range(4))
     tiny = torch.finfo(dtype).tiny
-    with _Kept(models):
-        with _Rounded(params, dtype):
-            loss, truth = _gradients(model, loss_fn, batch, params, 1.0, None, device)
-        for s, scale in enumerate(scales):
-            with _Kept(models):
-                _, grads = _gradients(model, loss_fn, batch, params, float(scale), dtype, device)
-            for i, (g, t) in enumerate(zip(grads, truth, strict=True)):
-                if g is None or t is None or not g.size:
-                    continue
-                size = np.abs(g)
-                finite = np.isfinite(g)
-                flushed[s, i] = ((g == 0) & (t != 0)).mean()
-                subnormal[s, i] = ((size > 0) & (size < tiny)).mean()
-                overflowed[s, i] = (~finite).mean()
-                norm = float(np.linalg.norm(t))
-                if finite.all() and norm > 0 and np.isfinite(norm):
-                    error[s, i] = float(np.linalg.norm(g / float(scale) - t)) / norm
+    with _Kept(models), _Rounded(params, dtype):
+        loss, truth = _gradients(model, loss_fn, batch, params, 1.0, None, device)
+    for s, scale in enumerate(scales):
+        with _Kept(models):
+            _, grads = _gradients(model, loss_fn, batch, params, float(scale), dtype, device)
+        for i, (g, t) in enumerate(zip(grads, truth, strict=True)):
+            if g is None or t is None or not g.size:
+                continue
+            size = np.abs(g)
+            finite = np.isfinite(g)
+            flushed[s, i] = ((g == 0) & (t != 0)).mean()
+            subnormal[s, i] = ((size > 0) & (size < tiny)).mean()
+            overflowed[s, i] = (~finite).mean()
+            norm = float(np.linalg.norm(t))
+            if finite.all() and norm > 0 and np.isfinite(norm):
+                error[s, i] = float(np.linalg.norm(g / float(scale) - t)) / norm
     kind = "FP16" if dtype is torch.float16 else "BF16"
     return Audit(tuple(layers), tuple(float(s) for s in scales), kind, loss, flushed, subnormal, overflowed, error)
 
@@ -166,7 +172,8 @@ def _gradients(
     dtype: torch.dtype | None,
     device: str,
 ) -> tuple[float, list[Array | None]]:
-    with torch.autocast(device, dtype=dtype or torch.bfloat16, enabled=dtype is not None), torch.enable_grad():
+    outer = torch.autocast(device, dtype=dtype or torch.bfloat16, enabled=dtype is not None)
+    with outer, _InnerAutocast(dtype), torch.enable_grad():
         loss = loss_of(loss_fn, model, batch)
     grads = torch.autograd.grad(loss, params, torch.full_like(loss, scale, dtype=loss.dtype), allow_unused=True)
     out: list[Array | None] = []
@@ -179,6 +186,31 @@ def _gradients(
         real = torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
         out.append(real.detach().double().cpu().numpy())
     return float(loss.detach().double()), out
+
+
+class _InnerAutocast:
+    """Autocast that the model or `loss_fn` enters itself has this dtype too, and with None is off: else nothing would be FP32 in it."""
+
+    def __init__(self, dtype: torch.dtype | None) -> None:
+        self._dtype = dtype
+
+    def __enter__(self) -> None:
+        dtype, enter = self._dtype, torch.autocast.__enter__
+        self._original = enter
+
+        def entered(inner: Any) -> Any:
+            found = enter(inner)  # type: ignore[no-untyped-call]  # its __exit__ restores what was before, whatever is set now
+            if torch.is_autocast_enabled(inner.device):
+                if dtype is None:
+                    torch.set_autocast_enabled(inner.device, False)
+                else:
+                    torch.set_autocast_dtype(inner.device, dtype)
+            return found
+
+        torch.autocast.__enter__ = entered  # type: ignore[method-assign]
+
+    def __exit__(self, *exc: object) -> None:
+        torch.autocast.__enter__ = self._original  # type: ignore[method-assign]
 
 
 class _Kept:
