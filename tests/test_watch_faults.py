@@ -9,6 +9,7 @@ import torch
 
 import ampscope
 from ampscope.probe.observer import Observer
+from ampscope.probe.recorder import Recorder
 from ampscope.run.find import find_runs
 from tests.loops import batch, forward, net
 from tests.test_watch_api import make, only_run, train
@@ -336,3 +337,33 @@ def test_the_log_folder_removed_midway(tmp_path):
     assert len(caught) <= 2
     assert type(scaler) is torch.amp.GradScaler
     assert find_runs(tmp_path) is not None
+
+
+def test_a_captured_cuda_graph_is_left_alone_and_said_once(tmp_path, monkeypatch):
+    """While a stream is captured the scaler's own methods run and nothing else; before and after, records are made."""
+    capturing = [False]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    model = torch.nn.Linear(4, 1)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = ampscope.watch(torch.amp.GradScaler("cpu", init_scale=4.0), model, log_dir=tmp_path, tensorboard=False)
+    told = []
+    monkeypatch.setattr("ampscope.probe.recorder.say", told.append)
+    guarded = Recorder.guarded
+    calls = []
+    monkeypatch.setattr(Recorder, "guarded", lambda self, what, *args: (calls.append(what), guarded(self, what, *args)))
+    for step in range(8):
+        capturing[0] = 3 <= step < 6
+        calls.clear()
+        opt.zero_grad()
+        scaler.scale(model(torch.ones(2, 4)).mean()).backward()
+        scaler.step(opt)
+        scaler.update()
+        if capturing[0]:
+            assert set(calls) == {"captured"}
+    assert len(told) == 1
+    assert "CUDA graph" in told[0]
+    ampscope.unwatch(scaler)
+    run = ampscope.find_runs(tmp_path)[0]
+    assert run.steps.tolist() == list(range(5))
+    assert [e.data["topic"] for e in run.events if e.data.get("topic") == "captured"] == ["captured"]

@@ -22,6 +22,7 @@ from ampscope.probe import hooks, names
 from ampscope.probe.observer import Observer
 from ampscope.probe.recorder import Recorder
 from ampscope.probe.stats import StatsPending, measure
+from ampscope.probe.window import Fetch
 from ampscope.record.step import MEASURED, NO_GRADIENT, Event, Layer, LayerStats, StepRecord
 
 MAX_PARTS = 20
@@ -158,16 +159,16 @@ class PendingActivations:
     """One step's activation statistics, perhaps still on a device."""
 
     def __init__(self, recorder: Recorder, pieces: list[Pieces | None]) -> None:
+        self._scale = Fetch()
         scaler = recorder.scaler
         scale = scaler._scale if scaler is not None and scaler.is_enabled() else None
-        self._scale: Any = (
-            1.0 if scale is None else float(scale.numpy()) if scale.device.type == "cpu" else scale.detach().clone()
-        )
+        self._scale.put("loss_scale", 1.0 if scale is None else scale)
+        self._scale.send()
         self._step, self._time, self._pieces = recorder.window.step, time.time(), pieces
 
     def ready(self) -> bool:
         """Whether `resolve` returns without waiting."""
-        return isinstance(self._scale, float) and all(s.ready() for p in self._pieces if p for s in p.pending)
+        return self._scale.ready() and all(s.ready() for p in self._pieces if p for s in p.pending)
 
     def resolve(self) -> StepRecord:
         """Wait, and return the record."""
@@ -178,7 +179,7 @@ class PendingActivations:
                 continue
             for pending in piece.pending:
                 add(stats, i, pending.resolve())
-        scalars = {"loss_scale": float(self._scale), "skipped": 0.0, "micro_steps": 1.0}
+        scalars = {"loss_scale": self._scale.get()["loss_scale"], "skipped": 0.0, "micro_steps": 1.0}
         return StepRecord(self._step, self._time, scalars, layers=stats, keep_exponents=True)
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import numpy as np
-import torch
 
-from ampscope.probe.window import Taken, Window, host_value, merge
+from ampscope.probe.window import Fetch, Taken, Window, merge
 from ampscope.record.step import Event, StepRecord
 
 SCALARS = (
@@ -82,9 +81,8 @@ def weight_norms(weights: Taken, n: int) -> np.ndarray[tuple[int], np.dtype[np.f
 class Amended:
     """The last record once more, with scalars the user logged after it and before the end: they belong to no further step."""
 
-    def __init__(
-        self, amend: Callable[[dict[str, float]], StepRecord], custom: Mapping[str, float | torch.Tensor]
-    ) -> None:
+    def __init__(self, amend: Callable[[dict[str, float]], StepRecord], custom: Fetch) -> None:
+        """`custom` has been sent."""
         self._amend, self._custom = amend, custom
 
     def ready(self) -> bool:
@@ -93,6 +91,4 @@ class Amended:
 
     def resolve(self) -> StepRecord:
         """Return the record."""
-        return self._amend(
-            {k: host_value(v.cpu()) if isinstance(v, torch.Tensor) else v for k, v in self._custom.items()}
-        )
+        return self._amend(self._custom.get())

@@ -94,6 +94,21 @@ def swap_class(obj: Any, methods: dict[str, Any]) -> SwappedClass:
     return SwappedClass(obj, swapped, original)
 
 
+def capturing() -> bool:
+    """Whether a CUDA graph is being captured.
+
+    What is launched then becomes part of the graph, and asking an event, or for pinned memory, breaks the capture.
+    """
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return False
+    return bool(torch.cuda.is_current_stream_capturing())
+
+
+def hands_off() -> bool:
+    """Whether nothing may be done beside the user's own work: torch.compile traces this code, or a CUDA graph is being captured."""
+    return bool(torch.compiler.is_compiling()) or capturing()
+
+
 def wraps_method(original: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Keep name, docstring and signature of a wrapped scaler method (GradScaler inspects signatures of optimizers only)."""
     return functools.wraps(original, updated=())
@@ -111,11 +126,11 @@ def optimizer_steps(
     """
 
     def pre(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if not torch.compiler.is_compiling():
+        if not hands_off():
             before(optimizer)
 
     def post(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if not torch.compiler.is_compiling():
+        if not hands_off():
             after(optimizer)
 
     if optimizer is not None:
@@ -224,7 +239,7 @@ def forward_pre(module: nn.Module, callback: Callable[[nn.Module, tuple[Any, ...
     call = _weakly(callback)
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not torch._C._get_tracing_state():
+        if not torch._C._get_tracing_state() and (torch.compiler.is_compiling() or not capturing()):
             call(module, args, kwargs)
 
     return _Hidden(module, module.register_forward_pre_hook(hook, with_kwargs=True))
@@ -238,7 +253,7 @@ def forward_post(module: nn.Module, callback: Callable[[nn.Module, tuple[Any, ..
     call = _weakly(callback)
 
     def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if not torch._C._get_tracing_state():
+        if not torch._C._get_tracing_state() and (torch.compiler.is_compiling() or not capturing()):
             call(module, args, output)
 
     return _Hidden(module, module.register_forward_hook(hook, always_call=True))

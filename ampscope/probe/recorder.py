@@ -20,12 +20,12 @@ import torch
 
 from ampscope.probe import losses
 from ampscope.probe.build import Amended, Builder
-from ampscope.probe.guard import Guarded
+from ampscope.probe.guard import Guarded, say
 from ampscope.probe.observer import Observer
 from ampscope.probe.roster import Roster
 from ampscope.probe.scaler_state import ScalerState
 from ampscope.probe.taking import peak_memory, take, take_untouched, weigh
-from ampscope.probe.window import PendingRecord, Window, host_value
+from ampscope.probe.window import Fetch, PendingRecord, Window, host_value
 from ampscope.record.step import Event, Layer, Pending, Resolved, StepRecord
 
 MOST_LOSSES = 1000
@@ -68,7 +68,7 @@ class Recorder(Guarded):
         self._boundary: Window | None = None
         self._closed = self._begun_at = 0
         """Records closed so far, and how many they were when the current step began."""
-        self._deferred = False
+        self._deferred = self._told_captured = False
         self._last: StepRecord | None = None
         self._amended: StepRecord | None = None
         self._state = ScalerState(scaler)
@@ -235,6 +235,14 @@ class Recorder(Guarded):
             self._finish()
             self._each("after_update", self)
 
+    def captured(self) -> None:
+        """A call of the scaler becomes part of a CUDA graph: neither it nor its replays can be seen. Say so once."""
+        if not self._told_captured:
+            self._told_captured = True
+            text = "calls of the scaler were captured in a CUDA graph: what the graph replays is not recorded"
+            self.add_event(Event(self.window.step, "note", phase="usage", message=text, data={"topic": "captured"}))
+            say(f"ampscope: {text}.")
+
     def close(self) -> None:
         """Close the open record, if anything happened in it; nothing is recorded afterwards. `shut` follows."""
         if self._boundary is not None:
@@ -243,7 +251,11 @@ class Recorder(Guarded):
             self._read_scaler()
             self._finish()
         elif self.window.custom:
-            self._submit(Amended(self.amended, self.window.custom))
+            late = Fetch()
+            for name, value in self.window.custom.items():
+                late.put(name, value)
+            late.send()
+            self._submit(Amended(self.amended, late))
         self._each("closing", self)
         if self.window.events:
             self._submit_events(self.window.events)

@@ -14,13 +14,18 @@ from ampscope.probe.recorder import Recorder
 def methods(scaler: Any, recorder: Recorder, close: Callable[[], None]) -> dict[str, Any]:
     """Return the methods to add to the class of `scaler`.
 
-    Where the recorder is switched off, where it is not this very object, and in code that torch.compile traces, the original runs and
-    nothing else. What a call raises reaches the user as it is.
+    Where the recorder is switched off, where it is not this very object, in code that torch.compile traces and while a CUDA graph is
+    captured, the original runs and nothing else. What a call raises reaches the user as it is.
     """
     original = type(scaler)
 
     def off(self: Any) -> bool:
-        return not recorder.enabled or self is not scaler or torch.compiler.is_compiling()
+        if not recorder.enabled or self is not scaler or torch.compiler.is_compiling():
+            return True
+        if hooks.hands_off():
+            recorder.guarded("captured")
+            return True
+        return False
 
     def call(name: str, self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:

@@ -36,7 +36,7 @@ class Fetch:
     def __init__(self) -> None:
         self._values: dict[str, float] = {}
         self._waiting: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
-        self._copies: list[tuple[list[str], torch.Tensor, Any]] = []
+        self._copies: list[tuple[list[str], torch.Tensor, Any, Any]] = []
 
     def put(self, name: str, value: float | torch.Tensor) -> None:
         """Remember a number, or the sum of a tensor's elements, under `name`, in place of an earlier one."""
@@ -74,16 +74,17 @@ class Fetch:
                 host.copy_(stacked, non_blocking=True)
                 event = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 event.record(torch.cuda.current_stream(device))
-            self._copies.append(([n for n, _ in items], host, event))
+            # Held until the copy is here: memory of another stream's tensor may be given away as soon as nobody holds it.
+            self._copies.append(([n for n, _ in items], host, event, items))
         self._waiting.clear()
 
     def ready(self) -> bool:
         """Whether `get` returns without waiting."""
-        return all(event is not None and event.query() for _, _, event in self._copies)
+        return all(event is not None and event.query() for _, _, event, _ in self._copies)
 
     def get(self) -> dict[str, float]:
         """Wait, and return every number."""
-        for names, host, event in self._copies:
+        for names, host, event, _ in self._copies:
             if event is not None:
                 event.synchronize()
             for name, value in zip(names, host.cpu().numpy().tolist(), strict=True):
