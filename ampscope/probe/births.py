@@ -51,7 +51,7 @@ class Birth:
     of_poles: bool = False
     """Whether its inputs held an infinity that was meant (a mask, a pole of log)."""
     masks_added: bool = False
-    """Whether rows are masked only because the sum of two masks left FP16's range."""
+    """Whether rows are masked only because the mask left FP16's range."""
     steep: float | None = None
     """In the backward of a normalisation written by hand: the largest factor it multiplies by."""
     healed_right: list[bool] = field(default_factory=list)
@@ -93,8 +93,8 @@ class Trace:
 
 
 def of_sum(birth: Birth) -> bool:
-    """Whether a birth is a sum of masks that FP32 would hold."""
-    return birth.meant and birth.fp32_ok is True and birth.op.rstrip("_") in ("add", "sub")
+    """Whether a birth is a mask that FP32 would hold: a sum of masks, or a cast."""
+    return birth.meant and birth.fp32_ok is True and birth.op.rstrip("_") in ("add", "sub", "_to_copy")
 
 
 def taint_is_bad(trace: Trace, taint: frozenset[int]) -> bool:

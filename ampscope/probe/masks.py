@@ -1,7 +1,7 @@
 """Infinities that are there on purpose, and data that only looks like them.
 
 -inf alone is an attention mask until it is used as a number: a matrix product or a difference of it is non-finite because the data is.
-Two masks of the lowest finite value add up to -inf in FP16: a mask still, which FP32 would hold.
+Two masks of the lowest finite value add up to -inf in FP16, and -1e9 is cast to it: a mask still, which FP32 would hold.
 """
 
 from __future__ import annotations
@@ -43,6 +43,15 @@ class Candidates:
             for t in outputs:
                 self._notes[key(t)] = found[0]
         return []
+
+
+def of_cast(name: str, inputs: Sequence[torch.Tensor], nan: bool, pos: bool) -> bool:
+    """Whether a cast made -inf of one value alone: -1e5 or -1e9, with which people mask. The caller keeps it as a candidate."""
+    if nan or pos or name != "_to_copy" or not inputs or inputs[0].requires_grad or not host(inputs[0]):
+        return False
+    x = inputs[0].detach()
+    lost = x[x < 1.1 * SENTINEL]
+    return lost.numel() > 0 and bool((lost == lost[0]).all().numpy())
 
 
 def of_masks(name: str, inputs: Sequence[torch.Tensor], nan: bool, pos: bool) -> bool:

@@ -30,6 +30,14 @@ REDUCTIONS = {
     "var_mean",
     "logsumexp",
     "frobenius_norm",
+    "index_add",
+    "index_add_",
+    "scatter_add",
+    "scatter_add_",
+    "scatter_reduce",
+    "segment_reduce",
+    "_embedding_bag",
+    "trace",
 }
 NORMS = ("layer_norm", "batch_norm", "group_norm", "rms_norm", "instance_norm")
 VIEWS_KEEP = {

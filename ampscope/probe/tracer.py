@@ -19,8 +19,10 @@ from torch.utils._pytree import tree_leaves
 
 from ampscope.probe.births import Birth, Trace, of_sum, taint_is_bad
 from ampscope.probe.deferred import Deferred
-from ampscope.probe.masks import Candidates, of_masks
-from ampscope.probe.operations import CONSTANTS, FP16_FLUSH, GARBAGE, LOGS, MATMULS, NORMS, REDUCTIONS, VIEWS_KEEP
+from ampscope.probe.epsilons import Epsilons
+from ampscope.probe.growth import Growth
+from ampscope.probe.masks import Candidates, of_cast, of_masks
+from ampscope.probe.operations import CONSTANTS, GARBAGE, LOGS, MATMULS, NORMS, REDUCTIONS
 from ampscope.probe.places import Place, Places
 from ampscope.probe.shadow import Shadow
 from ampscope.probe.steep import Steep
@@ -41,12 +43,10 @@ class OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
         self._taint: dict[int, frozenset[int]] = {}
         self._masked: set[int] = set()
         self._candidates, self._shadow, self._steep = Candidates(), Shadow(), Steep()
-        self._eps: dict[int, float] = {}
+        self._eps = Epsilons()
         self._inputs: set[int] = set()
         self._nodes: dict[int, tuple[Place, str]] = {}
-        self._producer: dict[int, str] = {}
-        self._visit: dict[tuple[str, str], int] = {}
-        """Nodes of the module whose backward runs, by kind and line of the forward → sequence number."""
+        self._growth = Growth(self.trace.growth)
         self._casts: dict[int, str] = {}
         """Storage of an FP16 copy → the parameter it was cast from."""
         self._wide: list[torch.Tensor] | None = None
@@ -91,15 +91,9 @@ class OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
         """Look at the tensors a model's forward was given."""
         self.trace.inputs_seen = True
         for i, t in enumerate(tree_leaves(args)):
-            if (
-                not isinstance(t, torch.Tensor)
-                or t.dtype not in FLOATS
-                or t.numel() == 0
-                or t.is_sparse
-                or t.requires_grad
-            ):
+            if not isinstance(t, torch.Tensor) or t.dtype not in FLOATS or t.numel() == 0:
                 continue
-            if key(t) in self._taint:
+            if t.is_sparse or t.requires_grad or key(t) in self._taint:
                 continue
             self._inputs.add(key(t))
             if not host(t):
@@ -206,7 +200,7 @@ class OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
             self.trace.matmuls[kind] = self.trace.matmuls.get(kind, 0) + 1
         if name == "_to_copy" and outputs[0].dtype is torch.float16 and inputs:
             self._see_cast(inputs[0], outputs[0])
-        self._see_eps(name, args, inputs, outputs)
+        self._eps.see(name, args, inputs, outputs[0])
         taint = frozenset().union(*(self._taint.get(key(t), frozenset()) for t in inputs)) if inputs else frozenset()
         masked = any(key(t) in self._masked for t in inputs)
         if taint and name == "_softmax":
@@ -234,7 +228,8 @@ class OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
         for note in self._candidates.used(name, inputs, outputs, nan, pos) if bad_inputs and not backward else ():
             masked = False
             if isinstance(note, Birth):
-                taint |= {self._keep(note)}
+                note.meant = False
+                taint |= {note.order if any(b is note for b in self.trace.births) else self._keep(note)}
             else:
                 self.trace.bad_inputs.append(note)
         if bad_inputs and not taint and not masked:
@@ -249,6 +244,9 @@ class OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
         birth.nan, birth.pos_inf, birth.neg_inf = nan, pos, neg
         constant = name in CONSTANTS or (name in ("add", "mul", "sub") and masked) or of_masks(name, inputs, nan, pos)
         birth.meant = not nan and (constant or (name in LOGS and not pos))
+        if not birth.meant and not backward and of_cast(name, inputs, nan, pos):
+            birth.meant = True
+            self._candidates.add(worst, birth)
         birth.of_poles = bad_inputs
         birth.masks_added = birth.masked_rows and any(of_sum(self.trace.births[i]) for i in taint)
         if not (backward or birth.meant or bad_inputs):
@@ -348,13 +346,13 @@ class OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
         birth = self._placed(name, inputs, worst, backward, place)
         node_name = birth.node
         birth.input_max = max((m for _, m in states), default=float("nan"))
-        birth.producer = next((self._producer.get(key(t), "") for t in inputs if key(t) in self._producer), "")
+        birth.producer = self._growth.maker(inputs)
         if birth.softmax and inputs and host(inputs[0]):
             birth.masked_rows = bool(torch.isneginf(inputs[0]).all(-1).any().numpy())
         if name in ("div", "div_", "reciprocal", "rsqrt", "rsqrt_", "log", "log2", "log10", "log_", "sqrt") and inputs:
             divisor = inputs[-1]
             birth.zero_divisor = bool((divisor == 0).any().numpy()) if host(divisor) else False
-            birth.eps = self._eps.get(key(divisor))
+            birth.eps = self._eps.of(divisor)
         if any(n in name for n in NORMS) or any(
             n in node_name.lower().replace("_", "") for n in ("layernorm", "batchnorm", "groupnorm", "rmsnorm")
         ):
@@ -385,41 +383,13 @@ class OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
         if infinite:
             self.trace.overflowed_weights[name] = infinite
 
-    def _see_eps(self, name: str, args: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
-        """Follow an epsilon that FP16 cannot hold: clamp_min(x, 1e-12), x + 1e-8."""
-        out = outputs[0]
-        at = key(out)
-        if out.dtype is torch.float16:
-            scalars = [a for a in args if isinstance(a, float) and 0 < abs(a) <= FP16_FLUSH]
-            if scalars and name.rstrip("_") in ("clamp_min", "clamp", "add", "maximum", "sub"):
-                self._eps[at] = scalars[0]
-                return
-        carried = [self._eps[key(t)] for t in inputs if key(t) in self._eps]
-        if carried and name.rstrip("_") in VIEWS_KEEP:
-            self._eps[at] = carried[0]
-        else:
-            self._eps.pop(at, None)
-
     def _see_growth(self, outputs: list[torch.Tensor], summaries: list[tuple[int, float]]) -> None:
         node: Any = torch._C._current_autograd_node()
-        if node is None:
-            return
-        sequence = getattr(node, "_sequence_nr", None)
-        found = self._nodes.get(sequence() if sequence else -1)
-        for t in outputs:
-            self._producer[key(t)] = str(node.name())
-        if found is None or not found[0].modules:
-            return
-        name, largest = found[0].modules[0], max(m for _, m in summaries)
-        growth, mark = self.trace.growth, (str(node.name()), found[0].where)
-        number = sequence() if sequence else -1
-        again = self._visit.get(mark, number) != number  # the same line once more: another call of the module
-        if growth and growth[-1][0] == name and not again:
-            growth[-1] = (name, max(growth[-1][1], largest))
-        elif len(growth) < 4096:
-            growth.append((name, largest))
-            self._visit.clear()
-        self._visit[mark] = number
+        if node is not None:
+            sequence = getattr(node, "_sequence_nr", None)
+            number = sequence() if sequence else -1
+            place = self._nodes.get(number, (None, ""))[0]
+            self._growth.see(node, number, place, outputs, max(m for _, m in summaries))
 
 
 def _sequence() -> int | None:

@@ -17,7 +17,11 @@ RSTD_LARGE = 1e3
 """1/σ beyond which a normalisation multiplies gradients by more than the usual eps of 1e-5 allows (316); it means σ² + eps < 1e-6."""
 ATTENTION = re.compile(r"^(bmm|baddbmm|matmul|mul|div|add|einsum|mm)_?$|attention")
 """Operations that make attention logits."""
-REDUCTION = re.compile(r"^(sum|mean|nansum|cumsum|prod|norm|linalg_vector_norm|var|std|var_mean|std_mean|logsumexp)$")
+REDUCTION = re.compile(
+    r"^(sum|mean|nansum|cumsum|prod|norm|linalg_vector_norm|var|std|var_mean|std_mean|logsumexp|index_add_?|scatter_add_?|trace)$"
+)
+POLES = re.compile(r"^(log|atanh|arctanh|logit|reciprocal|rsqrt|div|erfinv|digamma|lgamma)")
+"""Operations that are infinite somewhere."""
 SINGULAR = re.compile(
     r"Sqrt|Rsqrt|Pow|Log(?!Softmax|Sigmoid)|Div|Reciprocal|Acos|Asin|Atanh|Acosh|BinaryCrossEntropyBackward|Norm(Backward|2)|VectorNorm|Cdist|Dist"
 )
@@ -114,7 +118,7 @@ def innocence(event: Event) -> str:
     """Say whether FP32 has the fault too."""
     ok = event.data.get("fp32_ok")
     if event.data.get("masks_added"):
-        return "In FP32 the sum of these masks is finite, and so is the softmax."
+        return "In FP32 the mask's values are finite, and so is the softmax."
     if ok is None and event.data.get("zero_divisor"):
         return "FP32 has the fault too if the value is exactly 0 there, and not rounded to 0 by FP16: one step with autocast off tells."
     if ok is True:

@@ -133,9 +133,9 @@ def softmax_masked(f: Facts) -> Finding | None:
     if not found:
         return None
     if found[0].data.get("masks_added"):
-        remedy = """Combine the masks before they become numbers (a boolean or), clamp their sum at torch.finfo(dtype).min, or take the
-            softmax in FP32: two masks of the lowest finite value add up to -inf in FP16 alone."""
-        more = "The row holds nothing but -inf because masks were added up beyond FP16's range."
+        remedy = """Mask with torch.finfo(dtype).min of the dtype at hand, combine masks before they become numbers (a boolean or), or
+            take the softmax in FP32: -1e5 and the sum of two lowest finite values are -inf in FP16 alone."""
+        more = "The row holds nothing but -inf because the mask left FP16's range, by a cast or by adding masks up."
     else:
         more = ""
         remedy = """Never mask a whole row: let a padded query attend to one position, or replace such rows, for example
@@ -220,6 +220,8 @@ def _squashed(f: Facts) -> list[Event]:
         if e.phase == "backward" and births.classify(e) == "backward-nan-finite-forward"
     }
     hidden = [e for e in f.traced("hidden") if e.phase == "forward" and (e.step, e.layers[:1]) in broken]
+    # Infinite in FP32 as well (atanh of 1): a pole, not an overflow. Backward's own finding says it.
+    hidden = [e for e in hidden if e.data.get("fp32_ok") is not False or not births.POLES.search(e.op)]
     return [e for e in hidden if births.classify(e) == "forward-overflow-activation"]
 
 
