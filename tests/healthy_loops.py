@@ -185,3 +185,28 @@ def half_state_computed_in_fp32(watch, seed):
         scaler.scale(_loss(model)).backward()
         scaler.step(opt)
         scaler.update()
+
+
+@loop
+def own_skip_of_one_of_two(watch, seed):
+    """An optimizer is unscaled and, at some steps, not stepped: its gradients lie there until they are cleared before its next backward."""
+    torch.manual_seed(seed)
+    g, d = MLP(4, 24, 6), MLP(6, 24, 1)
+    of_g, of_d = torch.optim.Adam(g.parameters(), 1e-4), torch.optim.Adam(d.parameters(), 4e-4)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
+    watch(scaler, nn.ModuleDict({"G": g, "D": d}))
+    for i in range(30):
+        z, real = torch.randn(16, 4), torch.randn(16, 6) + 1.0
+        of_d.zero_grad()
+        with half():
+            loss = F.softplus(-d(real)).mean() + F.softplus(d(g(z).detach())).mean()
+        scaler.scale(loss).backward()
+        scaler.step(of_d)
+        of_g.zero_grad()
+        with half():
+            loss = F.softplus(-d(g(z))).mean()
+        scaler.scale(loss).backward()
+        scaler.unscale_(of_g)
+        if i % 4:
+            scaler.step(of_g)
+        scaler.update()

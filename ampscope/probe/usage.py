@@ -137,8 +137,8 @@ class Usage(Observer):
             self._graph_made, self._asked_scale = True, False
         self._accumulating = False
         for key, optimizer in recorder.optimizers.items():
+            kept, unchanged = self._kept.get(key, {}), False
             if self._first:
-                kept = self._kept.get(key, {})
                 unchanged = any(
                     kept.get(id(p)) == stamps.stamp(p) for p in stamps.some(optimizer) if p.grad is not None
                 )
@@ -150,9 +150,16 @@ class Usage(Observer):
                 self._stale.discard(key)
             elif key in self._carried and self._cleared(key, optimizer):
                 del self._carried[key]
-            if key in self._unscaled and stamps.holds(optimizer):
+            if self._first and not unchanged:
+                self._unscaled.pop(key, None)  # what was divided before the last update() has been cleared
+            if key not in self._unscaled:
+                continue
+            if stamps.holds(optimizer):
                 self._accumulating = True
                 self._held[key] = stamps.stamps(optimizer)
+            else:
+                del self._unscaled[key]
+                self._held.pop(key, None)
         self._first = False
 
     def _cleared(self, key: int, optimizer: torch.optim.Optimizer) -> bool:
@@ -257,7 +264,7 @@ class Usage(Observer):
             self._versions.clear()
             self._sizes.clear()
         self._first, self._accumulating, self._graph_made, self._asked_scale = True, False, False, False
-        for what in (self._stale, self._unscaled, self._held, self._carried, self._outside, self._scaled_tasks):
+        for what in (self._stale, self._held, self._carried, self._outside, self._scaled_tasks):
             what.clear()
 
     def failed(self, recorder: Recorder, call: str, error: BaseException) -> None:

@@ -11,15 +11,21 @@ TRUTH = {
     "where": [],
     "raises": "unscale_() has already been called",
 }
-VARIANTS = [{}, {"seed": 1, "optimizer": "adam", "accumulate": 4}, {"late": 4}, {"quiet": True}]
+VARIANTS = [
+    {},
+    {"seed": 1, "optimizer": "adam", "accumulate": 4},
+    {"late": 4},
+    {"quiet": True},
+    {"update": True, "accumulate": 4},
+]
 
 
-def truth(quiet=False, **_):
-    """Without a second call nothing raises."""
-    return {**TRUTH, "raises": None} if quiet else TRUTH
+def truth(quiet=False, update=False, **_):
+    """Without a second call, or with an update() after each, nothing raises."""
+    return {**TRUTH, "raises": None} if quiet or update else TRUTH
 
 
-def main(watch, seed=0, optimizer="sgd", accumulate=2, late=0, quiet=False):
+def main(watch, seed=0, optimizer="sgd", accumulate=2, late=0, quiet=False, update=False):
     """Accumulate and clip every micro-batch (or unscale only after the first)."""
     torch.manual_seed(seed)
     model = MLP(8, 16, 1)
@@ -38,5 +44,7 @@ def main(watch, seed=0, optimizer="sgd", accumulate=2, late=0, quiet=False):
             nn.utils.clip_grad_norm_(model.parameters(), 10.0)
         if last:
             scaler.step(opt)
+        if last or update:
             scaler.update()
+        if last:
             opt.zero_grad()

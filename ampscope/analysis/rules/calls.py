@@ -155,7 +155,7 @@ def within_accumulation(f: Facts) -> Finding | None:
         steps, where = [raised.step], raised.where
         evidence = f"""At step {raised.step} update() was called after {count(int(raised.data.get("scale_calls") or 0), "micro-batch")} although
             no optimizer had been stepped. GradScaler raised "{raised.data.get("text")}"."""
-    elif len(crossed) >= 2:
+    elif len(crossed) >= 2 and not f.observed("unscale_inside").any():
         steps = [step for step, _, _ in crossed]
         evidence = f"At step {listing(steps)} gradients had been accumulated over a call of update(), which may change the scale."
         known = {"steps": len(steps)}
