@@ -7,7 +7,7 @@ from tests.cases.common import MLP, train
 
 TRUTH = {"rule": "backward-nan-finite-forward", "phase": "backward", "where": []}
 VARIANTS = [{}, {"form": "pow", "seed": 1, "clip": 1.0}, {"form": "log1p", "optimizer": "adam"}, {"form": "bce"}, {"form": "distance", "accumulate": 2}, {"form": "acos", "depth": 4},
-            {"form": "where", "always": True}]  # fmt: skip
+            {"form": "where", "always": True}, {"form": "signed", "seed": 2}, {"form": "atanh", "optimizer": "adam"}]  # fmt: skip
 
 
 def main(watch, seed=0, depth=2, form="sqrt", always=False, **loop):
@@ -35,6 +35,12 @@ def main(watch, seed=0, depth=2, form="sqrt", always=False, **loop):
         if form == "distance":
             a = h[:, None, :3] * keep[:, None, :3]
             return torch.sqrt(((a - a.transpose(0, 1)) ** 2).sum(-1)).float().mean()
+        if form == "signed":  # sign(x) * sqrt(|x|) over zero padding
+            z = h * keep
+            return (torch.sign(z) * torch.sqrt(torch.abs(z))).float().mean()
+        if form == "atanh":  # 1 - 1e-5 is 1 in FP16; the clamp hides it in forward alone
+            r = torch.where(keep > 0, torch.tanh(h) * 0.9, torch.tanh(h * 0.0 + 20.0)) * (1 - 1e-5)
+            return torch.atanh(r).clamp(-8.0, 8.0).float().mean()
         if form == "acos":
             c = torch.where(keep > 0, torch.tanh(h) * 0.9, torch.tanh(h) * 0.0 + 1.0 + h * 0.0)
             return torch.acos(c).float().mean()

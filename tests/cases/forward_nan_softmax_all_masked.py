@@ -13,6 +13,7 @@ VARIANTS = [
     {"form": "add", "accumulate": 2},
     {"form": "add", "hide": True, "layers": 2, "bad": 1},
     {"form": "lowest", "seed": 2},
+    {"form": "cast", "always": True},
     {"form": "actions", "optimizer": "adam"},
 ]
 
@@ -38,6 +39,8 @@ class Attention(nn.Module):
         mask = (padding if self.masked else torch.zeros_like(padding))[:, None, :]
         if self.form == "add":
             logits = logits + torch.zeros(mask.shape, dtype=logits.dtype).masked_fill(mask, float("-inf"))
+        elif self.form == "cast":  # a FP32 mask of -1e9, cast to the dtype of the logits
+            logits = logits + (mask.float() * -1e9).to(logits.dtype)
         elif self.form == "lowest":  # two masks of the lowest finite value: their sum is -inf in FP16
             lowest = torch.zeros(mask.shape, dtype=torch.float16).masked_fill(mask, torch.finfo(torch.float16).min)
             logits = logits + (lowest + lowest)

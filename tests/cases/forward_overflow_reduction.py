@@ -11,19 +11,28 @@ VARIANTS = [
     {"size": 480, "seed": 1, "optimizer": "adam"},
     {"form": "pool"},
     {"form": "pool", "clip": 1.0, "seed": 2},
+    {"form": "hub", "size": 300},
 ]
 
 
 def truth(form="dice", **_):
     """Return the pooling module where there is one."""
-    return {**TRUTH, "where": ["pool"] if form == "pool" else []}
+    return {**TRUTH, "where": ["pool"] if form in ("pool", "hub") else []}
 
 
 class SumPool(nn.Module):
-    """Sum over all positions."""
+    """Sum over all positions, at once or by adding them up at one node of a graph."""
+
+    def __init__(self, form):
+        super().__init__()
+        self.form = form
 
     def forward(self, x):
         """Return sums a channel."""
+        if self.form == "hub":
+            flat = x.flatten(2)
+            hub = torch.zeros(flat.shape[2], dtype=torch.long)
+            return torch.zeros_like(flat[:, :, :1]).index_add(2, hub, flat).squeeze(2)
         return x.sum((2, 3))
 
 
@@ -33,13 +42,13 @@ class Net(nn.Module):
     def __init__(self, form):
         super().__init__()
         self.c1, self.c2, self.form = nn.Conv2d(1, 2, 1), nn.Conv2d(2, 1, 1), form
-        if form == "pool":
-            self.pool, self.head = SumPool(), nn.Linear(2, 1)
+        if form in ("pool", "hub"):
+            self.pool, self.head = SumPool(form), nn.Linear(2, 1)
 
     def forward(self, x):
         """Return probabilities a pixel, or one number a sample."""
         h = torch.relu(self.c1(x))
-        return self.head(self.pool(h + 1.0) * 1e-3) if self.form == "pool" else self.c2(h).sigmoid()
+        return self.head(self.pool(h + 1.0) * 1e-3) if self.form in ("pool", "hub") else self.c2(h).sigmoid()
 
 
 def dice(p, t):
@@ -56,7 +65,7 @@ def main(watch, seed=0, size=420, form="dice", **loop):
 
     def loss_of(step, micro):
         out = model(x)
-        if form == "pool":
+        if form in ("pool", "hub"):
             return (out.float() - 1.0).pow(2).mean()
         return dice(out, t)
 

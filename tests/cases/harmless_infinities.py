@@ -17,6 +17,8 @@ VARIANTS = [
         ("clamp", {}),
         ("range", {}),
         ("router", {"accumulate": 2}),
+        ("mask", {}),
+        ("unused", {}),
         ("sqrt", {}),
         ("empty", {"seed": 2}),
         ("labels", {}),
@@ -47,6 +49,12 @@ class Act(nn.Module):
         if self.form == "router":  # all but the two largest are masked before the softmax
             least = x.topk(2, -1).values[:, -1:]
             return x * x.masked_fill(x < least, float("-inf")).softmax(-1)
+        if self.form == "mask":  # -1e9 is -inf in FP16, every row keeps some
+            bias = torch.zeros(x.shape).masked_fill(x.detach() < -0.5, -1e9)
+            return x * (x + bias.to(x.dtype)).softmax(-1)
+        if self.form == "unused":  # 1 / 0 in the branch that is left out
+            size = (x.detach() > 10).float().sum(-1, keepdim=True)
+            return x + torch.where(size > 0, 1.0 / size, torch.zeros_like(size)).to(x.dtype)
         if self.form == "sqrt":  # an infinite derivative at 0 that relu masks
             return torch.sqrt(torch.relu(x))
         return torch.relu(x)
