@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
+from torch import nn
 
 from ampscope.analysis.rules import scale, setup
 from ampscope.analysis.rules.context import Facts
 from ampscope.probe.factors import divides
-from ampscope.probe.state import has_tensor_cores
+from ampscope.probe.stamps import Sizes
+from ampscope.probe.state import _steps_behind, has_tensor_cores
 from ampscope.record.step import Event
 from tests.cases.common import MLP, half
 from tests.casing import play
@@ -109,3 +113,60 @@ def test_gradients_kept_in_an_accumulation_are_not_stale(tmp_path):
     outcome = play(main, tmp_path)
     assert "grads_kept" not in outcome.run.scalars
     assert outcome.serious == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["clip_before_unscale", "stale_nonfinite_grads", "scale_changed_within_accumulation", "optimizer_without_grads"],
+)
+def test_a_fault_of_the_loop_names_a_line_of_it(name, tmp_path):
+    """Where the call itself is not seen, the line that steps the optimizer tells which loop it is."""
+    case = importlib.import_module(f"tests.cases.{name}")
+    found = play(case.main, tmp_path, **case.VARIANTS[0]).first
+    assert found.where.startswith("tests/cases/")
+
+
+@pytest.mark.parametrize(
+    ("make", "behind"),
+    [
+        (lambda p: torch.optim.SGD(p, 0.1), 0.0),
+        (lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), None),
+        (lambda p: torch.optim.Adam(p, 0.1), 2.0),
+    ],
+    ids=["no state", "no counter", "counter"],
+)
+def test_steps_an_optimizer_has_behind_it(make, behind):
+    """Counted where its state counts them, not made up where it does not."""
+    weight = nn.Parameter(torch.ones(3))
+    opt = make([weight])
+    assert _steps_behind(opt) == 0.0
+    for _ in range(2):
+        weight.grad = torch.ones(3)
+        opt.step()
+    assert _steps_behind(opt) == behind
+
+
+def test_sizes_see_a_division_through_data():
+    """The ratio is that of the largest elements, of any means by which they were changed; None where nothing was noted."""
+    weights = [nn.Parameter(torch.zeros(5, 4)), nn.Parameter(torch.zeros(7))]
+    sizes = Sizes(weights)
+    assert sizes.ratio(weights) is None
+    for weight in weights:
+        weight.grad = torch.arange(weight.numel(), dtype=torch.float32).reshape(weight.shape)
+        sizes.note(weight)
+    assert float(sizes.ratio(weights)) == 1.0
+    for weight in weights:
+        weight.grad.data.div_(64.0)
+    assert float(sizes.ratio(weights)) == 1 / 64
+
+
+def test_sizes_of_sparse_and_empty_gradients():
+    """A sparse gradient is left out, an empty one counts as zero."""
+    weights = [nn.Parameter(torch.zeros(4, 2)), nn.Parameter(torch.zeros(0)), nn.Parameter(torch.zeros(()))]
+    weights[0].grad = torch.sparse_coo_tensor([[1]], [[1.0, 2.0]], (4, 2))
+    weights[1].grad, weights[2].grad = torch.zeros(0), torch.tensor(8.0)
+    sizes = Sizes(weights)
+    for weight in weights:
+        sizes.note(weight)
+    weights[2].grad.mul_(0.5)
+    assert float(sizes.ratio(weights)) == 0.5

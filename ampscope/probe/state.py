@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from ampscope.probe.observer import Observer
+from ampscope.probe.places import caller
 from ampscope.probe.recorder import Recorder
 from ampscope.probe.stamps import head
 from ampscope.record.step import Event
@@ -53,7 +54,9 @@ class State(Observer):
         assert self._recorder is not None
         told = {"topic": "usage", "what": what, **data}
         step = self._recorder.window.step
-        self._recorder.add_event(Event(step, "note", phase="usage", layers=layers[:NAMED], message=message, data=told))
+        self._recorder.add_event(
+            Event(step, "note", phase="usage", layers=layers[:NAMED], where=caller(), message=message, data=told)
+        )
 
     def attached(self, recorder: Recorder) -> None:
         """Look at the parameters' dtypes, the device, and whether the scaler is new."""
@@ -89,9 +92,10 @@ class State(Observer):
         if not self._fresh or recorder.window.step != self._first_step or scaler._init_scale != self._init_scale:
             return  # not the session's first step; or the scaler's state was loaded after watching began
         steps = _steps_behind(optimizer)
-        if steps > 0:
+        if steps != 0:
             label = recorder.label(optimizer)
-            text = f"{label} comes with {steps:g} steps behind it, the scaler starts at its initial scale {self._init_scale:g}"
+            past = "the state of earlier steps" if steps is None else f"{steps:g} step{'s'[: steps != 1]} behind it"
+            text = f"{label} comes with {past}, the scaler starts at its initial scale {self._init_scale:g}"
             self._say("optimizer_resumed", text, steps=steps, init_scale=self._init_scale)
 
     def _looks(self, recorder: Recorder) -> bool:
@@ -169,17 +173,17 @@ def has_tensor_cores(name: str, major: int) -> bool:
     )
 
 
-def _steps_behind(optimizer: torch.optim.Optimizer) -> float:
-    """Return how many steps an optimizer's state has seen: 1 if there is a state without a counter, 0 if there is none."""
+def _steps_behind(optimizer: torch.optim.Optimizer) -> float | None:
+    """Return how many steps an optimizer's state has seen: 0 if there is no state, None if it does not say (or only on a device)."""
     for state in optimizer.state.values():
         if not isinstance(state, dict) or not state:
             continue
         step = state.get("step")
         if isinstance(step, torch.Tensor):
-            return float(step.numpy()) if step.device.type == "cpu" else 1.0
+            return float(step.numpy()) if step.device.type == "cpu" else None
         if isinstance(step, (int, float)):
             return float(step)
-        return 1.0 if any(isinstance(t, torch.Tensor) for t in state.values()) else 0.0
+        return None if any(isinstance(t, torch.Tensor) for t in state.values()) else 0.0
     return 0.0
 
 

@@ -1,15 +1,15 @@
 """Usage faults, seen from the outside: order and count of calls, version counters, graph tasks. No synchronisation.
 
 What is seen becomes a `note` event (topic "usage", `data["what"]`) the first few times, and a number in `observed` each time. Verdicts are
-the rules' business (`ampscope.analysis.rules.usage`), not this file's. Beside each event: phase "usage", `where` the user's line.
+the rules' business (`ampscope.analysis.rules`), not this file's. Beside each event: phase "usage", `where` the user's line.
 
 | `what` | `observed` | seen when |
 |---|---|---|
 | `half_loss` | `scaled_loss_overflow` (elements) | the loss that went through `scale()` is float16; its product with the scale overflowed |
-| | `grads_kept` | gradients of the step before were still there when this step's backward began |
-| | `grads_changed_before_unscale` | in the first steps: changed in place between backward and unscaling |
+| `grads_kept` | `grads_kept` | gradients of the step before were still there when this step's backward began |
+| `grads_changed` | `grads_changed_before_unscale` | in the first steps: changed in place between backward and unscaling |
 | | `grads_resized/OPTIMIZER` | in the first steps: a few gradients' largest element before unscaling or a bare step, over what it was right after backward |
-| | `accumulated_since/OPTIMIZER` | gradients were accumulated over an `update()`, since this step |
+| `accumulated` | `accumulated_since/OPTIMIZER` | gradients were accumulated over an `update()`, since this step |
 | `unscale_inside` | `unscale_inside` | a scaled backward added to gradients that `unscale_` had divided already |
 | `outside_step` | `outside_step/scaled`, `/unscaled`, `/beside` | `optimizer.step()` called directly, on gradients that carry the scale, that were unscaled, or beside `scaler.step()` |
 | `no_grads` | `no_grads/OPTIMIZER` | an optimizer stepped although none of its parameters has a gradient |
@@ -181,18 +181,25 @@ class Usage(Observer):
     def before_unscale(self, recorder: Recorder, optimizer: torch.optim.Optimizer) -> None:
         """Gradients that were kept, carried over an update, or changed in place since backward."""
         key = id(optimizer)
+        label = recorder.label(optimizer)
         if key in self._stale:
             recorder.observe("grads_kept", 1.0)
+            self.say("grads_kept", f"gradients of {label} were not cleared since the step before", optimizer=label)
         if key in self._carried:
-            recorder.observe(f"accumulated_since/{recorder.label(optimizer)}", float(self._carried.pop(key)))
+            since = self._carried.pop(key)
+            recorder.observe(f"accumulated_since/{label}", float(since))
+            text = f"gradients of {label} were accumulated since step {since}, over update()"
+            self.say("accumulated", text, optimizer=label)
         if self._steps < LEARN and self._versions:
             known = [p for p in stamps.some(optimizer) if p.grad is not None and id(p) in self._versions]
             changed = [p for p in known if p.grad is not None and p.grad._version != self._versions[id(p)]]
             if known and len(changed) == len(known):
                 recorder.observe("grads_changed_before_unscale", 1.0)
+                text = f"gradients of {label} were changed in place between backward and here"
+                self.say("grads_changed", text, optimizer=label)
             times = self._sizes.ratio(stamps.params(optimizer))
             if times is not None:
-                recorder.observe(f"grads_resized/{recorder.label(optimizer)}", times)
+                recorder.observe(f"grads_resized/{label}", times)
 
     def after_unscaled(self, optimizer: torch.optim.Optimizer) -> None:
         """`unscale_` was called by the user's loop and returned."""

@@ -129,6 +129,7 @@ def stale(f: Facts) -> Finding | None:
         "Call optimizer.zero_grad(set_to_none=True) in every iteration, also after a skipped step, before the next backward.",
         [int(f.steps[first]), *steps],
         "zero_grad",
+        where=f.usage("grads_kept").where,
         numbers={"steps": len(steps), "first_scale": float(f.scale[first]), "last_scale": float(f.scale[-1])},
     )
 
@@ -144,7 +145,7 @@ def within_accumulation(f: Facts) -> Finding | None:
             crossed.append((step, name, list(dict.fromkeys(scale[inside].tolist()))))
     mixed = sorted(x for x in crossed if len(x[2]) > 1)
     raised = f.raised("No inf checks were recorded prior to update", "update")
-    where, known = "", {}
+    where, known = f.usage("accumulated").where, {}
     if mixed:
         steps = [step for step, _, _ in mixed]
         scales = ", ".join(power(s) for s in mixed[0][2][:4])

@@ -43,6 +43,7 @@ def clip_scaled(f: Facts) -> Finding | None:
         "Call scaler.unscale_(optimizer) right before torch.nn.utils.clip_grad_norm_(...), then scaler.step(optimizer).",
         f.at(good),
         "clip_grad_norm_" if "norm" in kind else "clip_grad_value_",
+        where=f.usage("grads_changed").where,
         numbers={"limit": value, "share_of_steps": share, "loss_scale": typical, "effective_limit": value / typical},
     )
 
