@@ -157,6 +157,63 @@ def test_it_stays_off_where_it_would_do_harm(tmp_path, make, why):
     assert not np.isfinite(run.metric("underflow_ratio_measured")).any()
 
 
+class Turned(nn.Module):
+    """A complex parameter behind an FP16 layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.turn = nn.Linear(16, 8), nn.Parameter(torch.complex(torch.randn(8), torch.randn(8)))
+
+    def forward(self, x):
+        """Return absolute values."""
+        return (self.a(x).float() * self.turn).abs()
+
+
+def test_complex_gradients_count_as_two_reals(tmp_path):
+    """What is computed in FP32 is measured, and lost nothing; training is unchanged."""
+
+    def made():
+        model, opt, _, loss_fn = small(body=_seeded(Turned))
+        return model, opt, torch.amp.GradScaler("cpu", enabled=False), loss_fn  # enabled, it knows no complex gradients
+
+    want, parts = steps(*made(), n=2), made()
+    ampscope.watch(parts[2], parts[0], log_dir=tmp_path, run="r", probe_every=1, tensorboard=False)
+    got = steps(*parts, n=2)
+    ampscope.unwatch(parts[2])
+    assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+    run = ampscope.open_run(tmp_path / "r")
+    assert {x.name: x.numel for x in run.layers}["turn"] == 16
+    assert run.metric("underflow_ratio_measured")[0, [x.name for x in run.layers].index("turn")] == 0
+
+
+def test_hooks_of_the_user_fire_once_more(tmp_path):
+    """On tensors of the graph, at probed steps only, once a scale tried; hooks on parameters' gradients do not."""
+    model, opt, scaler, _ = small()
+    calls = {"tensor": 0, "accumulated": 0}
+
+    def count(name):
+        calls[name] += 1
+
+    model[0].weight.register_post_accumulate_grad_hook(lambda p: count("accumulated"))
+    ampscope.watch(scaler, model, log_dir=tmp_path, run="r", probe_every=2, tensorboard=False)
+    seen = []
+    for _ in range(4):
+        opt.zero_grad()
+        with torch.autocast("cpu", dtype=torch.float16):
+            hidden = model[1](model[0](torch.randn(8, 16)))
+            hidden.register_hook(lambda g: count("tensor"))
+            loss = model[2](hidden).float().pow(2).mean() * 1e-4
+        scaler.scale(loss).backward()
+        seen.append(dict(calls))
+        calls = dict.fromkeys(calls, 0)
+        scaler.step(opt)
+        scaler.update()
+    ampscope.unwatch(scaler)
+    assert [s["accumulated"] for s in seen] == [1, 1, 1, 1]
+    assert [s["tensor"] for s in seen][1::2] == [1, 1]
+    assert min([s["tensor"] for s in seen][::2]) >= 2
+
+
 def test_without_a_scaler_it_says_so(tmp_path):
     """`scaler=None` has no scale() to run in."""
     model = nn.Linear(4, 1)

@@ -141,6 +141,7 @@ class UnderflowProbe(Observer):
         for (i, p), grad in zip(wanted, grads, strict=True):
             if grad is None or grad.layout is not torch.strided:
                 continue
+            grad = real(grad)
             finite = torch.isfinite(grad).all()
             nonzero = grad != 0
             if grad.device.type != "cpu":
@@ -171,9 +172,7 @@ class UnderflowProbe(Observer):
                     mask = self._masks.pop(index, None) if index is not None else None
                     if index is None or mask is None or p.grad is None or p.grad.layout is not torch.strided:
                         continue
-                    grad = p.grad.detach()
-                    if grad.is_complex():
-                        continue
+                    grad = real(p.grad.detach())
                     known = torch.isfinite(grad).all()
                     if index in self._finite:
                         known = known & self._finite[index]
@@ -190,6 +189,11 @@ def collect(counts: dict[int, Any], n: int) -> np.ndarray[Any, np.dtype[np.int64
         if index < n:
             out[index] = int(value)
     return out
+
+
+def real(grad: torch.Tensor) -> torch.Tensor:
+    """Return a gradient as real numbers: a complex element counts as two."""
+    return torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad
 
 
 def unfit(loss: torch.Tensor) -> str:
