@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from ampscope.probe.values import FLOATS, host, repeated
 
-MOST = 1 << 20
-"""Elements of a tensor beyond which nothing is carried along."""
+MOST = 1 << 24
+"""Elements carried along in a traced step, at most: 64 MB. Once NaN has spread, everything behind it would be carried."""
 CLOSE, CLOSE_TO_LARGEST = 2.0**-6, 2.0**-8
 """A result is as in FP32 within this share of itself plus this share of the largest: a few FP16 roundings."""
 
@@ -30,6 +30,7 @@ class Shadow:
 
     def __init__(self) -> None:
         self._values: dict[_Key, torch.Tensor] = {}
+        self._room = MOST
 
     def __bool__(self) -> bool:
         return bool(self._values)
@@ -37,8 +38,9 @@ class Shadow:
     def begin(self, outputs: Sequence[torch.Tensor], wide: Sequence[torch.Tensor] | None) -> None:
         """Carry the FP32 results of an operation that overflowed."""
         for t, value in zip(outputs, wide or (), strict=False):
-            if t.numel() <= MOST and value.shape == t.shape and bool(torch.isfinite(value).all().numpy()):
+            if t.numel() <= self._room and value.shape == t.shape and bool(torch.isfinite(value).all().numpy()):
                 self._values[_key(t)] = value
+                self._room -= t.numel()
 
     def follow(
         self, func: Any, args: Any, kwargs: Any, kept: Any, outputs: Sequence[torch.Tensor], finite: bool

@@ -97,7 +97,7 @@ class trace:
             self._tracer.deferred.settle(seen)
         if not (seen.loss_bad or seen.gradients_bad):
             # Nobody told us the loss: what was born in forward and not healed into a gradient is reported as it is.
-            seen.loss_bad = any(b.phase == "forward" and not b.meant for b in seen.births)
+            seen.loss_bad = any(b.phase == "forward" and not (b.meant or b.harmless) for b in seen.births)
         found.events = report.step(self._tracer, 0)
         found.operations, found.matmuls = seen.ops, dict(seen.matmuls)
         found.flushed_weights = dict(seen.flushed_weights)

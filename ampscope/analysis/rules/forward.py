@@ -78,7 +78,13 @@ def buffers(f: Facts) -> Finding | None:
     e = events[0]
     names = [str(n) for n in e.data.get("buffers", [])]
     root = next((r for r in f.roots if r.step <= e.step and r.phase == "forward"), None)
-    cause = f"The forward overflowed in {place(root)} at step {root.step}." if root else ""
+    cause = (
+        f"The forward overflowed in {place(root)} at step {root.step}."
+        if root
+        else "The operation was not seen: it did not recur."
+    )
+    skipped = e.step in set(f.skipped_steps)
+    kept = "GradScaler skipped the step and kept the weights, but the" if skipped else "The"
     return finding(
         "batchnorm-buffers-nonfinite",
         "error",
@@ -88,8 +94,8 @@ def buffers(f: Facts) -> Finding | None:
         op=root.op if root else "",
         where=root.where if root else "",
         steps=(e.step, f.whole[1], f.n - f.position(e.step)),
-        evidence=f"""At step {e.step} {count(len(names), "buffer")} became non-finite ({", ".join(names[:4])}). {cause} GradScaler skipped
-            the step and kept the weights, but the statistics are updated in forward and stay so: every evaluation from then on is NaN.""",
+        evidence=f"""At step {e.step}, {count(len(names), "buffer")} became non-finite ({", ".join(names[:4])}). {cause} {kept} statistics
+            are updated in forward and stay so: every evaluation from then on is NaN.""",
         numbers={"buffers": names[:8], "skipped_steps": len(f.skipped_steps)},
         remedy="""Call reset_running_stats() on these modules (or load the buffers of an earlier checkpoint). Prevent it: reject outlier
             batches before the forward, or run the layer before the normalisation in FP32.""",
