@@ -274,3 +274,28 @@ def test_long_names_keep_both_ends():
     assert short.startswith("encod")
     assert short.endswith("weight")
     assert encode.shorten("short", 20) == "short"
+
+
+def test_clock_times_stay_apart():
+    """Unix milliseconds a second apart are not made one by float32."""
+    times = 1.8e12 + 1000.0 * np.arange(50)
+    kept = encode.decode(encode.array(times))
+    assert len(np.unique(kept)) == 50
+    assert np.array_equal(kept, times)
+
+
+def test_a_short_log_axis_writes_its_ticks_in_full():
+    """Plotly's own ticks would label 20 as a small "2"."""
+    panel = Panel("p", [Line("l", np.arange(3), np.array([4.0, 11.0, 30.0]), "#000000")], scale="log10")
+    texts = stacked([panel], "light", "r")["layout"]["yaxis"]["ticktext"]
+    assert {"5", "10", "20"} <= set(texts)
+
+
+def test_zeros_on_a_log_axis_are_marked_and_not_a_plunge():
+    """A gradient norm of zero has a mark at the lower edge; the line has a gap there."""
+    panel = Panel("p", [Line("l", np.arange(4), np.array([1.0, 0.0, 0.0, 2.0]), "#000000")], scale="log10")
+    data = stacked([panel], "light", "r")["data"]
+    assert np.isnan(encode.decode(data[0]["y"])[1:3]).all()
+    marks = next(t for t in data if t["name"].endswith("not finite"))
+    assert encode.decode(marks["x"]).tolist() == [1, 2]
+    assert marks["text"] == ["0", "0"]

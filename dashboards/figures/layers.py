@@ -53,6 +53,7 @@ def figure(
     shown = [i for i, row in enumerate(view.rows) if i % spacing == 0 or row.key == selected]
     axis_y = {
         "type": "category", "categoryorder": "array", "categoryarray": shown_as, "autorange": "reversed", "fixedrange": rows <= 8,
+        "autorangeoptions": {"minallowed": -0.5, "maxallowed": rows - 0.5},
         "tickmode": "array", "tickvals": [shown_as[i] for i in shown], "ticks": "", "ticklabelstandoff": 6, "showgrid": False,
         "ticktext": [_label(view.rows[i].label, view.rows[i].key == selected, 16 if narrow else 36) for i in shown], "tickfont": {"size": 11},
     }  # fmt: skip
@@ -63,6 +64,8 @@ def figure(
         "separatethousands": True,
     }
     axis_x |= {"range": span.pair, "autorange": False} if span.pair else {"autorange": True}
+    if not span.pair and len(view.edges) > 1:  # no empty rim: plotly would make room for the crosses
+        axis_x["autorangeoptions"] = {"minallowed": float(view.edges[0]) - 0.5, "maxallowed": float(view.edges[-1]) - 0.5}
     return {
         "data": [_values(view, style, shown_as), _overlay(view, p, shown_as), _crosses(view, p, shown_as), bar_trace(style, p.muted, narrow)],
         "layout": layout(
@@ -77,14 +80,20 @@ def names(view: LayerMap) -> list[str]:
     return _unique([encode.text(row.label) for row in view.rows])
 
 
+def borders(view: LayerMap) -> np.ndarray[Any, Any]:
+    """Return the columns' borders, half a step before each first step: a column of one step is centred on it."""
+    return view.edges - 0.5
+
+
 def _values(view: LayerMap, style: Style, names: list[str]) -> dict[str, Any]:
     special = bool((view.cells != VALUE).any())
     words = [[WORDS[int(c)] for c in row] for row in view.cells] if special else []
+    where = "step" if view.raw else "around step"
     return {
-        "type": "heatmap", "x": encode.array(view.edges), "y": names, "z": encode.array(view.values), "text": words,
+        "type": "heatmap", "x": encode.array(borders(view)), "y": names, "z": encode.array(view.values), "text": words,
         "zmin": style.low, "zmax": style.high, "zauto": False, "colorscale": colorscale(style), "showscale": False,
         "zsmooth": False, "hoverongaps": True, "xgap": 0, "ygap": 1 if len(names) <= 60 else 0,
-        "hovertemplate": f"%{{y}}<br>from step %{{x}}<br>{encode.text(style.title.lower())}: %{{z:{style.format}}} "
+        "hovertemplate": f"%{{y}}<br>step %{{x:.0f}}<br>{encode.text(style.title.lower())}: %{{z:{style.format}}} "
         + ("%{text}<extra></extra>" if special else "<extra></extra>"),
     }  # fmt: skip
 
@@ -99,7 +108,7 @@ def _overlay(view: LayerMap, p: Palette, names: list[str]) -> dict[str, Any]:
     scale = [[t, c] for k, c in enumerate(colors) for t in (k / 4, (k + 1) / 4)]
     z: Any = encode.array(code) if code.any() else []
     return {
-        "type": "heatmap", "x": encode.array(view.edges) if code.any() else [], "y": names if code.any() else [], "z": z,
+        "type": "heatmap", "x": encode.array(borders(view)) if code.any() else [], "y": names if code.any() else [], "z": z,
         "zmin": -0.5, "zmax": 3.5, "colorscale": scale, "showscale": False, "hoverinfo": "skip", "zsmooth": False,
         "ygap": 1 if len(names) <= 60 else 0,
     }  # fmt: skip
@@ -110,7 +119,7 @@ def _crosses(view: LayerMap, p: Palette, names: list[str]) -> dict[str, Any]:
     if len(rows) > CROSSES:
         keep = np.linspace(0, len(rows) - 1, CROSSES).astype(int)
         rows, columns = rows[keep], columns[keep]
-    middle = (view.edges[:-1] + view.edges[1:]) / 2 if len(view.edges) > 1 else np.zeros(0)
+    middle = (view.edges[:-1] + view.edges[1:] - 1) / 2 if len(view.edges) > 1 else np.zeros(0)
     return {
         "type": "scatter", "mode": "markers", "x": encode.array(middle[columns]), "y": [names[r] for r in rows.tolist()],
         "hoverinfo": "skip", "marker": {"symbol": "x-thin", "size": 7, "line": {"color": p.surface, "width": 1.5}},

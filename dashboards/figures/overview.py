@@ -25,7 +25,7 @@ def strip(marks: Marks, p: Palette) -> dict[str, Any]:
         "x": encode.array(marks.x),
         "y": [HEIGHTS[k] for k in marks.kind],
         "text": [encode.text(t) for t in marks.text],
-        "hovertemplate": "%{text}",
+        "hovertemplate": "%{text} (at step %{x})",
         "marker": {"symbol": [SHAPES[k] for k in marks.kind], "color": [colors[k] for k in marks.kind], "size": 9},
     }
 

@@ -20,6 +20,8 @@ Scale = Literal["linear", "log10", "log2", "share"]
 
 BAD = {"nan": "x", "+inf": "triangle-up", "-inf": "triangle-down"}
 """Marker shapes of values that a line cannot show."""
+ZERO, ZEROS = "circle-open", 300
+"""Marker shape of zeros on a log axis, and how many are drawn at most."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,7 @@ def stacked(
                 "fixedrange": True,
                 "domain": domain,
             }
-            data.append(_bad(panel, over, p.nan))
+            data.append(_bad(panel, over, p))
         notes.append(
             {"text": f"<b>{encode.text((narrow and panel.short) or panel.title)}</b>", "x": 0, "xref": "paper", "xanchor": "left", "y": domain[1],
              "yref": "paper", "yanchor": "bottom", "showarrow": False, "font": {"size": 12, "color": p.text}}
@@ -200,8 +202,7 @@ def _axis(panel: Panel, domain: list[float]) -> dict[str, Any]:
     elif panel.scale == "log10":
         axis |= {"type": "log", "exponentformat": "e"}
         axis.pop("tickformat")
-        if (decades := _decades(values)) is not None:
-            axis["dtick"] = decades
+        axis |= _decades(values)
     elif panel.scale == "share":
         axis |= {"tickformat": ".3~p", "rangemode": "tozero"}
         if all(not np.any(v[np.isfinite(v)]) for v in values):
@@ -214,21 +215,23 @@ def _axis(panel: Panel, domain: list[float]) -> dict[str, Any]:
     return axis | panel.ticks
 
 
-def _decades(values: Sequence[Array]) -> int | str | None:
-    """Return how far apart ticks are: decades, 1-2-5 ("D2") where there are few, None (plotly's choice) within half of one."""
+def _decades(values: Sequence[Array]) -> dict[str, Any]:
+    """Return ticks of a log10 axis: decades; 1, 2, 5 written in full over fewer than two; plotly's choice within half of one."""
     span = log_range(values, 10.0, 0.0, 0.0)
     if span is None or span[1] - span[0] < 0.5:
-        return None
+        return {}
     if span[1] - span[0] < 2:
-        return "D2"
-    return max(1, int(np.ceil((span[1] - span[0]) / 5)))
+        ticks = [m * 10.0**d for d in range(int(np.floor(span[0])) - 1, int(np.ceil(span[1])) + 2) for m in (1, 2, 5)]
+        return {"tickmode": "array", "tickvals": ticks, "ticktext": [f"{v:.6g}" for v in ticks]}
+    return {"dtick": max(1, int(np.ceil((span[1] - span[0]) / 5)))}
 
 
 def _trace(line: Line, panel: Panel, axis: str) -> dict[str, Any]:
     shown = ".3~p" if panel.scale == "share" else panel.format
     trace: dict[str, Any] = {
         "type": "scatter", "name": encode.text(line.name), "xaxis": "x", "yaxis": axis, "mode": line.mode,
-        "x": encode.array(line.x), "y": encode.array(line.y), "connectgaps": False,
+        "x": encode.array(line.x), "connectgaps": False,
+        "y": encode.array(np.where(line.y > 0, line.y, np.nan) if panel.scale in ("log10", "log2") else line.y),
     }  # fmt: skip
     if "lines" in line.mode:
         trace["line"] = {
@@ -239,6 +242,7 @@ def _trace(line: Line, panel: Panel, axis: str) -> dict[str, Any]:
         }
     if "markers" in line.mode:
         trace["marker"] = {"color": line.color, "symbol": line.symbol, "size": line.size}
+        trace["cliponaxis"] = False  # or a mark at 0 % is cut in half
     if line.fill:
         trace |= {"fill": "tonexty", "fillcolor": line.fill}
     if line.hover and panel.scale == "log2":
@@ -250,14 +254,28 @@ def _trace(line: Line, panel: Panel, axis: str) -> dict[str, Any]:
     return trace
 
 
-def _bad(panel: Panel, axis: str, color: str) -> dict[str, Any]:
-    kinds = list(panel.bad_kind)
+def _bad(panel: Panel, axis: str, p: Palette) -> dict[str, Any]:
+    """Return the marks of what a line cannot show: NaN and inf at the upper edge; on a log axis zeros at the lower."""
+    kinds, zeros = list(panel.bad_kind), _zeros(panel)
+    x = np.concatenate([np.asarray(panel.bad_x, float), zeros])
     return {
         "type": "scatter", "mode": "markers", "xaxis": "x", "yaxis": axis, "name": encode.text(f"{panel.title}: not finite"),
-        "x": encode.array(panel.bad_x), "y": [0.93] * len(kinds), "text": [k.upper() if k == "nan" else k for k in kinds],
-        "hovertemplate": "%{text}", "cliponaxis": False,
-        "marker": {"symbol": [BAD[k] for k in kinds], "color": color, "size": 8},
+        "x": encode.array(x), "y": [0.93] * len(kinds) + [0.04] * len(zeros),
+        "text": [k.upper() if k == "nan" else k for k in kinds] + ["0"] * len(zeros),
+        "hovertemplate": "%{text} (at %{x})", "cliponaxis": False,
+        "marker": {
+            "symbol": [BAD[k] for k in kinds] + [ZERO] * len(zeros), "size": 8,
+            "color": [p.nan] * len(kinds) + [p.muted] * len(zeros),
+        },
     }  # fmt: skip
+
+
+def _zeros(panel: Panel) -> Array:
+    if panel.scale not in ("log10", "log2"):
+        return np.zeros(0)
+    at = [np.asarray(line.x, float)[np.asarray(line.y) == 0] for line in panel.lines]
+    found = np.unique(np.concatenate(at)) if at else np.zeros(0)
+    return found if len(found) <= ZEROS else found[np.linspace(0, len(found) - 1, ZEROS).astype(int)]
 
 
 def _breaks(breaks: Sequence[tuple[float, str]], axis: str, color: str) -> dict[str, Any]:

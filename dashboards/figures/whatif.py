@@ -126,7 +126,7 @@ def replay(view: ReplayView, theme: Theme, revision: str, *, narrow: bool = Fals
     strip = {
         "type": "scatter", "mode": "markers", "name": "skipped", "x": encode.array(np.concatenate([x for _, x, _ in skips])),
         "y": [heights[k] for k, x, _ in skips for _ in x], "text": [f"skipped, {k}" for k, x, _ in skips for _ in x],
-        "hovertemplate": "%{text}",
+        "hovertemplate": "%{text} (at step %{x})",
         "marker": {"symbol": "triangle-down", "size": 9, "color": [c for _, x, c in skips for _ in x]},
     }  # fmt: skip
     ticks = {"tickmode": "array", "tickvals": list(heights.values()), "ticktext": [f"▼ {k}" for k in heights]}

@@ -98,6 +98,8 @@ def duration(seconds: float) -> str:
     """Return a span of time in words: "3 s", "5 min", "2 h", "4 days"."""
     if not math.isfinite(seconds):
         return "an unknown time"
+    if 0 < seconds < 1:
+        return f"{seconds:.2g} s"
     for limit, unit, name in ((90, 1, "s"), (5400, 60, "min"), (129_600, 3600, "h")):
         if seconds < limit:
             return f"{max(0, round(seconds / unit))} {name}"

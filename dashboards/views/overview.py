@@ -56,7 +56,7 @@ def overview(source: Source, rank: int, span: Range) -> Overview:
     return Overview(
         scale=line("loss_scale"),
         loss=line("loss", nan_is_bad=True),
-        grad_norm=line("grad_norm"),
+        grad_norm=_norm(source, rank, line("grad_norm")),
         underflow=line("underflow_ratio"),
         underflow_low=low,
         underflow_high=high,
@@ -68,6 +68,12 @@ def overview(source: Source, rank: int, span: Range) -> Overview:
         last_step=int(source.steps[-1]) if len(source.steps) else -1,
         reading=reading,
     )
+
+
+def _norm(source: Source, rank: int, c: Curve) -> Curve:
+    """Return the gradient norm without the zeros of steps in which no element was finite: those are no zero."""
+    bad = source.values("nonfinite_layers", rank)[np.searchsorted(source.steps, c.x)] > 0
+    return Curve(c.x, np.where(bad & (c.y == 0), np.nan, c.y), c.bad_x, c.bad_kind)
 
 
 def band(source: Source, rank: int, span: Range) -> tuple[Curve, Curve]:

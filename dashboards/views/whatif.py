@@ -177,7 +177,7 @@ def _told(p: Prepared, override: dict[str, Any], out: Any, too_low: Array) -> li
         b = p.best
         words.append(
             f"Least waste of those tried: init_scale={power(b.init_scale)}, growth_interval={b.growth_interval:,}, "
-            f"with {p.best_skipped:,} steps skipped."
+            f"with {p.best_skipped:,} step{'' if p.best_skipped == 1 else 's'} skipped."
         )
     return words
 
