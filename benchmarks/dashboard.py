@@ -21,10 +21,15 @@ TABS = ("layers", "events", "whatif", "findings", "overview")
 
 def serve(logs: str) -> None:
     """The server's process: prints its address, then its peak memory when it ends."""
+    from ampscope_dashboards.reader import RunStore
+    from ampscope_dashboards.warm import warm
+
+    store = RunStore(logs)
+    warm(store)
     from ampscope_dashboards.app import create_app
     from ampscope_dashboards.server import Server
 
-    server = Server(create_app(logs), port=0)
+    server = Server(create_app(logs, store=store), port=0)
     print(server.url, flush=True)
     with contextlib.suppress(KeyboardInterrupt):
         server.run()

@@ -38,10 +38,15 @@ def command(logdir: str, host: str, port: int, url_prefix: str, allow_host: tupl
         raise LogError(f"{logdir!r} is a file; pass the folder that watch(log_dir=...) wrote to")
     if not (url_prefix.startswith("/") and url_prefix.endswith("/")):
         raise click.UsageError("--url-prefix must begin and end with /, e.g. /ampscope/")
+    from ampscope_dashboards.reader import RunStore
+    from ampscope_dashboards.warm import warm
+
+    store = RunStore(logdir)
+    warm(store)  # before Dash is imported, which takes as long
     from ampscope_dashboards.app import create_app
     from ampscope_dashboards.server import Server, is_loopback, ssh_line
 
-    server = Server(create_app(logdir, url_prefix=url_prefix), host, port, allow=allow_host)
+    server = Server(create_app(logdir, url_prefix=url_prefix, store=store), host, port, allow=allow_host)
     try:
         if server.port != port and port:
             click.echo(f"Port {port} is taken.", err=True)

@@ -93,8 +93,8 @@
     if (view.run !== before.run) { stamp = null; chosen = null; bar(null); }
     if (!view.event && before.event) { chosen = null; bar(null); }
     writeUrl(started && (view.tab !== before.tab || view.run !== before.run) && !how.quiet);
+    ask();  /* first: the server works while the controls are drawn */
     show(before, how.force);
-    ask();
     props("view", { data: view });
   }
 
@@ -134,7 +134,7 @@
       compare: () => ({ compare: take(["cmp", "align"]) }),
       findings: () => ({ findings: base }),
     }[view.tab]();
-    if (!view.run || !stamp) return;
+    if (!view.run) return;  /* without a stamp yet: what the first tick brings is asked for again, and sent if it differs */
     for (const name of Object.keys(wanted)) {
       if (same(asked[name], wanted[name])) continue;
       asked[name] = wanted[name];
@@ -326,7 +326,14 @@
         lastStep = data.last;
         firstStep = data.first;
         Object.assign(recorded, data.recorded || {});
-        if (fresh) { show(view, true); if (view.event && !chosen) step(0, view.event); }
+        if (fresh) {  /* what was asked before the first stamp is as new as this one */
+          for (const name of Object.keys(asked)) {
+            if (asked[name].run === view.run && asked[name].stamp === null) asked[name] = Object.assign({}, asked[name], { stamp: stamp });
+          }
+          ask();
+          show(view, true);
+        }
+        if (fresh && view.event && !chosen) step(0, view.event);
         if (view.follow && view.range && view.range[1] !== lastStep) {
           const width = view.range[1] - view.range[0];
           set({ range: [lastStep - width, lastStep] });
