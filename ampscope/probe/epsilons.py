@@ -34,5 +34,5 @@ class Epsilons:
         carried = [self._found[key(t)] for t in inputs if key(t) in self._found]
         if carried and name.rstrip("_") in VIEWS_KEEP:
             self._found[at] = carried[0]
-        else:
+        elif name.endswith("_") or all(key(t) != at for t in inputs):  # a view (detach) changes nothing
             self._found.pop(at, None)

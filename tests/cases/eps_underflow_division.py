@@ -15,6 +15,7 @@ VARIANTS = [
     {"form": "log"},
     {"form": "probability", "always": True},
     {"form": "rsqrt", "always": True},
+    {"form": "root"},
 ]
 
 
@@ -51,6 +52,9 @@ def main(watch, seed=0, form="normalize", always=False, **loop):
             h = (h - h.mean(-1, keepdim=True)) / (h.std(-1, keepdim=True) + 1e-8)
         elif form == "sum":
             h = h / (h.abs().sum(-1, keepdim=True) + 1e-9)
+        elif form == "root":  # squares of 1e-5 are zero in FP16
+            h = h + (h == 0).to(h.dtype) * 1e-5
+            h = h / torch.sqrt((h * h).sum(-1, keepdim=True) + 1e-12)
         elif form == "rsqrt":
             h = h * torch.rsqrt((h * h).mean(-1, keepdim=True) + 1e-8)
         elif form == "probability":  # entropy: 0 · log(0 + eps)
