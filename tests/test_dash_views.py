@@ -604,3 +604,25 @@ def test_numbers_read_well(made, expected):
 def test_nonsense_from_a_browser_is_the_whole_run(pair):
     """A range that is none is ignored."""
     assert Range.of(pair) == Range()
+
+
+def test_compare_shows_the_numbers_of_the_command_line(tmp_path):
+    """The tab and `ampscope compare` say the same of two runs: step time, final loss, skips, ratios, their order."""
+    from ampscope.analysis.compare import compare as on_the_command_line
+
+    kinds = make_layers(4)
+    write_run(tmp_path, kinds, records(60, kinds, seed=1, skip=[3]), name="a")
+    write_run(tmp_path, kinds, records(50, kinds, seed=2, spread=4e-4), name="b")
+    store = RunStore(tmp_path)
+    a, b = store.source("a"), store.source("b")
+    told = on_the_command_line(a.run, b.run)
+    view = compare.compare([(a, 0), (b, 0)], "step")
+    rows = dict(view.rows)
+    assert view.ratios[0].layers == list(told.layers)
+    np.testing.assert_allclose(2.0 ** view.ratios[0].log2, told.grad_norm_ratio)
+    assert rows["precision"] == [told.a.precision, told.b.precision]
+    assert rows["skipped steps"][0].startswith(f"{told.a.skipped} ")
+    assert [float(v.split()[0].replace(",", "")) for v in rows["step time (median)"]] == pytest.approx(
+        [1e3 * told.a.step_seconds, 1e3 * told.b.step_seconds], rel=1e-2
+    )
+    assert [float(v) for v in rows["final loss"]] == pytest.approx([told.a.final_loss, told.b.final_loss], rel=1e-3)

@@ -72,25 +72,45 @@ def _legend(view: Comparison, theme: Theme) -> list[dict[str, Any]]:
 
 
 def ratio(view: list[Ratio], theme: Theme, revision: str, *, label: int = 34) -> Figure:
-    """Return log2 of the gradient norm ratio, a layer a row, a mark a run."""
+    """Return the gradient norm ratios on a log axis, a layer a row, a mark a run; those that differ most on top.
+
+    The axis shows at least half to double, so that a difference of a per cent does not look like a fault.
+    """
     p = PALETTES[theme]
     names = view[0].layers[:LAYERS]
     rows = [encode.text(n) for n in names]
     data = []
     for k, r in enumerate(view, 1):
-        at = {name: float(v) for name, v in zip(r.layers, r.log2, strict=True)}
+        at = {name: 2.0 ** float(v) for name, v in zip(r.layers, r.log2, strict=True)}
         data.append(
             {"type": "scatter", "mode": "markers", "name": encode.text(r.other), "x": encode.array([at.get(n, np.nan) for n in names]),
              "y": rows, "marker": {"color": RUNS[k % len(RUNS)], "symbol": SYMBOLS[k % len(SYMBOLS)], "size": 8},
-             "hovertemplate": "%{y}<br>2^%{x:.2f} times the norm<extra>%{fullData.name}</extra>"}
+             "hovertemplate": "%{y}<br>%{x:.3~g} times the norm<extra>%{fullData.name}</extra>"}
         )  # fmt: skip
+    logs = np.concatenate([r.log2 for r in view])
+    logs = logs[np.isfinite(logs)]
+    reach = max(1.0, float(np.abs(logs).max(initial=0.0)) * 1.05)
+    stride = max(1, -(-int(reach) // 4))
+    ticks = range(-stride * int(reach // stride), int(reach) + 1, stride)
     height = int(min(max(len(rows) * 16, 140), 900)) + 90
     spacing = max(1, round(len(rows) * 12 / (height - 90)))
+    line = {
+        "type": "line",
+        "x0": 1,
+        "x1": 1,
+        "y0": 0,
+        "y1": 1,
+        "yref": "paper",
+        "line": {"color": p.axis, "width": 2},
+        "layer": "below",
+    }
     return {
         "data": data,
         "layout": layout(
-            theme, revision, height=height, margin={"l": 24, "r": 14, "t": 14, "b": 46},
-            xaxis={"title": {"text": "log2 of the ratio"}, "zeroline": True, "zerolinecolor": p.axis, "zerolinewidth": 2},
+            theme, revision, height=height, margin={"l": 24, "r": 14, "t": 14, "b": 46}, shapes=[line],
+            xaxis={"type": "log", "title": {"text": "ratio of the gradient norms"}, "tickmode": "array", "tickvals": [2.0**k for k in ticks],
+                   "ticktext": [f"×{2**k}" if k >= 0 else f"×1/{2**-k}" for k in ticks],
+                   "range": [-reach * float(np.log10(2)), reach * float(np.log10(2))]},
             yaxis={"type": "category", "categoryorder": "array", "categoryarray": rows, "autorange": "reversed",
                    "tickmode": "array", "tickvals": rows[::spacing], "ticktext": [encode.text(encode.shorten(n, label)) for n in names[::spacing]]},
         ),

@@ -65,7 +65,10 @@ def figure(
     }
     axis_x |= {"range": span.pair, "autorange": False} if span.pair else {"autorange": True}
     if not span.pair and len(view.edges) > 1:  # no empty rim: plotly would make room for the crosses
-        axis_x["autorangeoptions"] = {"minallowed": float(view.edges[0]) - 0.5, "maxallowed": float(view.edges[-1]) - 0.5}
+        axis_x["autorangeoptions"] = {
+            "minallowed": float(view.edges[0]) - 0.5,
+            "maxallowed": float(view.edges[-1]) - 0.5,
+        }
     return {
         "data": [_values(view, style, shown_as), _overlay(view, p, shown_as), _crosses(view, p, shown_as), bar_trace(style, p.muted, narrow)],
         "layout": layout(
@@ -93,7 +96,7 @@ def _values(view: LayerMap, style: Style, names: list[str]) -> dict[str, Any]:
         "type": "heatmap", "x": encode.array(borders(view)), "y": names, "z": encode.array(view.values), "text": words,
         "zmin": style.low, "zmax": style.high, "zauto": False, "colorscale": colorscale(style), "showscale": False,
         "zsmooth": False, "hoverongaps": True, "xgap": 0, "ygap": 1 if len(names) <= 60 else 0,
-        "hovertemplate": f"%{{y}}<br>step %{{x:.0f}}<br>{encode.text(style.title.lower())}: %{{z:{style.format}}} "
+        "hovertemplate": f"%{{y}}<br>{where} %{{x:.0f}}<br>{encode.text(style.title.lower())}: %{{z:{style.format}}} "
         + ("%{text}<extra></extra>" if special else "<extra></extra>"),
     }  # fmt: skip
 

@@ -206,7 +206,8 @@ def compare(options: list[dict[str, str]]) -> list[Any]:
         ),
         card(
             "Do the layers' gradients differ?",
-            "Ratio of the gradient norms, a layer each, on a log2 axis: 0 is equal, −1 is half. Median over the steps both runs have.",
+            "Gradient norm over that of the first run, a layer a row, the largest difference on top: ×1 is equal. Median over the steps "
+            "that both runs made, as ampscope compare prints it.",
             html.P(id="ratio-note", className="note"),
             graph("compare-ratio", "Gradient norm ratio by layer"),
         ),

@@ -1,4 +1,4 @@
-"""Runs side by side: curves on a common axis, a table, and the gradient norms of their layers as ratios."""
+"""Runs side by side: curves on a common axis, and the numbers of `ampscope compare`: a table, and gradient norm ratios."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
+
+from ampscope.analysis.compare import Comparison as Pair
+from ampscope.analysis.compare import Side
+from ampscope.analysis.compare import compare as compare_pair
 
 from ..source import Source
 from .common import Curve, curve, duration, number, percent, power, size
@@ -17,7 +21,8 @@ Align = Literal["step", "relative", "wall"]
 
 MOST = 6
 """Runs compared at once: as many as there are colours that can be told apart."""
-COLUMNS = 400
+SAME = 0.02
+"""Step times within this share count as alike, as in `ampscope compare`."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +60,18 @@ def compare(sources: list[tuple[Source, int]], align: Align) -> Comparison:
     """Return the comparison of up to `MOST` (run, rank) pairs; the first is what the others are measured against."""
     sources = [(s, r) for s, r in sources[:MOST] if len(s.steps)]
     curves = [_curves(source, rank, align) for source, rank in sources]
-    ratios = [_ratio(sources[0], other) for other in sources[1:]]
-    return Comparison(curves, align, _table(sources), [r for r in ratios if r.layers], _words(sources))
+    base = sources[0][0] if sources else None
+    pairs = [pair_of(base, other) for other, _ in sources[1:]] if base is not None else []
+    ratios = [_ratio(other.key, pair) for (other, _), pair in zip(sources[1:], pairs, strict=True)]
+    sides = [pairs[0].a, *[pair.b for pair in pairs]] if pairs else [pair_of(s, s).a for s, _ in sources]
+    words = _words(sources, pairs)
+    return Comparison(curves, align, _table(sources, sides), [r for r in ratios if r.layers], words)
+
+
+def pair_of(base: Source, other: Source) -> Pair:
+    """Return what `ampscope compare` says of two runs, kept until one of them grows."""
+    key = ("compare", base.key, base.revision)
+    return other.cached(key, lambda: compare_pair(base.run, other.run))
 
 
 def _curves(source: Source, rank: int, align: Align) -> RunCurves:
@@ -73,26 +88,12 @@ def _curves(source: Source, rank: int, align: Align) -> RunCurves:
     return RunCurves(source.key, line("loss", True), line("loss_scale"), line("grad_norm"), line("step_seconds"))
 
 
-def _ratio(base: tuple[Source, int], other: tuple[Source, int]) -> Ratio:
-    (a, rank_a), (b, rank_b) = base, other
-    left, right = a.table("grad_norm", rank_a, None, None, COLUMNS), b.table("grad_norm", rank_b, None, None, COLUMNS)
-    at_b = {layer.name: i for i, layer in enumerate(b.layers)}
-    common = [(layer.name, i, at_b[layer.name]) for i, layer in enumerate(a.layers) if layer.name in at_b]
-    if not common or len(left.edges) < 2 or len(right.edges) < 2:
-        return Ratio(b.key, [], np.zeros(0))
-    start = left.edges[:-1]
-    column = np.searchsorted(right.edges, start, "right") - 1
-    both = (column >= 0) & (column < len(right.edges) - 1)
+def _ratio(name: str, pair: Pair) -> Ratio:
+    if not pair.compared_steps:
+        return Ratio(name, [], np.zeros(0))
     with np.errstate(divide="ignore", invalid="ignore"):
-        x = left.high[both][:, [i for _, i, _ in common]].astype(np.float64)
-        y = right.high[column[both]][:, [j for _, _, j in common]].astype(np.float64)
-        logs = np.log2(y / x)
-    logs[~np.isfinite(logs)] = np.nan
-    known = np.isfinite(logs).any(0)
-    out = np.full(len(common), np.nan)
-    if known.any():
-        out[known] = np.nanmedian(logs[:, known], axis=0)
-    return Ratio(b.key, [name for name, _, _ in common], out)
+        logs = np.log2(pair.grad_norm_ratio)
+    return Ratio(name, list(pair.layers), np.where(np.isfinite(logs), logs, np.nan))
 
 
 def _median(source: Source, rank: int, name: str) -> float:
@@ -101,13 +102,10 @@ def _median(source: Source, rank: int, name: str) -> float:
     return float(np.median(values)) if len(values) else math.nan
 
 
-def _peak(source: Source, rank: int) -> float:
-    values = source.values("peak_memory_bytes", rank)
-    values = values[np.isfinite(values)]
-    return float(values.max()) if len(values) else math.nan
+def _table(sources: list[tuple[Source, int]], sides: list[Side]) -> list[tuple[str, list[str]]]:
+    def of_side(name: str, value: Any) -> tuple[str, list[str]]:
+        return name, [value(side) for side in sides]
 
-
-def _table(sources: list[tuple[Source, int]]) -> list[tuple[str, list[str]]]:
     def row(name: str, value: Any) -> tuple[str, list[str]]:
         return name, [value(s, r) for s, r in sources]
 
@@ -116,44 +114,37 @@ def _table(sources: list[tuple[Source, int]]) -> list[tuple[str, list[str]]]:
         times = times[np.isfinite(times)]
         return duration(float(times[-1] - times[0])) if len(times) > 1 else "unknown"
 
-    def skipped(s: Source, r: int) -> str:
-        n = int(np.nansum(s.values("skipped", r)))
-        return f"{n:,} ({percent(n / len(s.steps))})"
-
-    def seconds(s: Source, r: int) -> str:
-        value = _median(s, r, "step_seconds")
-        return f"{number(1e3 * value, 3)} ms" if math.isfinite(value) else "unknown"
+    def seconds(side: Side) -> str:
+        return f"{number(1e3 * side.step_seconds, 3)} ms" if math.isfinite(side.step_seconds) else "unknown"
 
     return [
-        row("steps", lambda s, _: f"{len(s.steps):,}"),
+        of_side("precision", lambda side: side.precision),
+        of_side("steps", lambda side: f"{side.steps:,}"),
         row("time", span),
-        row("step time (median)", seconds),
-        row("peak memory", lambda s, r: size(_peak(s, r))),
-        row("last loss", lambda s, r: number(latest(s.values("loss", r)))),
+        of_side("step time (median)", seconds),
+        of_side("peak memory", lambda side: size(side.peak_memory_bytes)),
+        of_side("final loss", lambda side: number(side.final_loss)),
+        of_side("skipped steps", lambda side: f"{side.skipped:,} ({percent(side.skipped / max(side.steps, 1))})"),
         row("last loss scale", lambda s, r: power(latest(s.values("loss_scale", r)))),
-        row("skipped", skipped),
         row("underflow (median)", lambda s, r: percent(_median(s, r, "underflow_ratio"))),
-        row("device", lambda s, _: str(s.run.metadata.get("device_name") or s.run.metadata.get("device") or "unknown")),
+        of_side("device", lambda side: side.device or "unknown"),
     ]
 
 
-def _words(sources: list[tuple[Source, int]]) -> list[str]:
+def _words(sources: list[tuple[Source, int]], pairs: list[Pair]) -> list[str]:
     """Return what the others gained over the first run."""
-    if len(sources) < 2:
+    if not pairs:
         return ["Choose a second run to compare." if sources else "Choose runs to compare."]
-    words = []
-    base, rank = sources[0]
-    slow, large = _median(base, rank, "step_seconds"), _peak(base, rank)
-    for other, r in sources[1:]:
-        parts = []
-        fast, small = _median(other, r, "step_seconds"), _peak(other, r)
-        if slow > 0 and fast > 0:
-            parts.append(f"{number(slow / fast, 3)} times the speed")
-        if large > 0 and small > 0:
-            parts.append(f"{number(100 * small / large, 3)} % of the memory")
-        words.append(
-            f"{other.key} has {' and '.join(parts)} of {base.key}."
-            if parts
-            else f"{other.key}: speed and memory are unknown."
-        )
-    return words
+    base = sources[0][0].key
+    return [f"{other.key}: {_gain(pair, base)}." for (other, _), pair in zip(sources[1:], pairs, strict=True)]
+
+
+def _gain(pair: Pair, base: str) -> str:
+    speed, memory = pair.speed, pair.memory
+    if not math.isfinite(speed) or speed <= 0:
+        said = "speed unknown"
+    elif abs(math.log(speed)) < SAME:
+        said = f"as fast as {base}"
+    else:
+        said = f"{speed:.2f}× faster than {base}" if speed > 1 else f"{1 / speed:.2f}× slower than {base}"
+    return f"{said}, with {memory:.2f}× its peak memory" if math.isfinite(memory) else f"{said}; peak memory unknown"
