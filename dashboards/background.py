@@ -38,8 +38,12 @@ class Verdict(Generic[T]):
 class Background(Generic[T]):
     """Answers by run, each made in a thread of its own by `make`, from a `Run` of its own: viewers wait for neither."""
 
-    def __init__(self, make: Callable[[Run], T], clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, make: Callable[[Run], T], clock: Callable[[], float] = time.time, *, redraw: bool = True
+    ) -> None:
         self._make, self._clock = make, clock
+        self._redraw = redraw
+        """Whether charts are made of the answer: what is remembered of them is then out of date."""
         self._verdicts: dict[str, Verdict[T]] = {}
         self._running: dict[str, threading.Thread] = {}
         self._lock = threading.Lock()
@@ -85,7 +89,7 @@ class Background(Generic[T]):
                 took = time.monotonic() - began
                 self._verdicts[source.key] = Verdict(value, problem, revision, self._clock(), took)
                 self._running.pop(source.key, None)
-            source.note()
+            source.note(self._redraw)
 
 
 def diagnose(run: Run) -> list[Finding]:

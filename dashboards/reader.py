@@ -59,7 +59,7 @@ class RunStore:
         self._jobs: list[tuple[Source, str, int]] = []
         self._asked_at = float("-inf")
         self._worker: threading.Thread | None = None
-        self.diagnosis = Background(diagnose, clock)
+        self.diagnosis = Background(diagnose, clock, redraw=False)
         self.collected = Background(collect, clock)
         self.prepared = Background(prepare, clock)
 

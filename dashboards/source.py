@@ -169,11 +169,16 @@ class Source:
             self.revision += 1
             return True
 
-    def note(self) -> None:
-        """Tell viewers at their next tick that there is more to see, although no row came."""
+    def note(self, redraw: bool = True) -> None:
+        """Tell viewers at their next tick that there is more to see, although no row came.
+
+        Args:
+            redraw: whether what is remembered of the curves is out of date too.
+        """
         with self._lock:
             self.notes += 1
-            self._cache.clear()
+            if redraw:
+                self._cache.clear()
 
     @property
     def stamp(self) -> list[int]:

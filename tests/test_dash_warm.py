@@ -5,6 +5,7 @@ from ampscope_dashboards.app import create_app
 from ampscope_dashboards.callbacks import overview
 from ampscope_dashboards.reader import RunStore
 from ampscope_dashboards.warm import warm
+
 from tests.helpers_log import make_layers, records, write_run
 
 ASK = {"run": "run", "rank": 0, "theme": "light", "range": None, "narrow": False}
