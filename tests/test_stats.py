@@ -463,3 +463,23 @@ def test_narrow_histograms_are_the_wide_ones():
         assert narrow.exponents.shape == (len(tensors), BINS)
     none = kernel.measure_ordinary([torch.zeros(3)], None)
     assert [b.tolist() for b in none.bins()] == [[0], [0], [], []]
+
+
+def test_ctrl_c_waits_for_the_thread_that_still_works_in_our_memory():
+    """The interrupt reaches the user after the other thread is done; the next job is not disturbed by it."""
+    pytest.importorskip("numba")
+    from ampscope.probe.stats.team import Thread
+
+    team = Thread()
+    waits = []
+
+    class Done:
+        def acquire(self):
+            waits.append(1)
+            if len(waits) <= 2:
+                raise KeyboardInterrupt
+
+    team._done = Done()
+    with pytest.raises(KeyboardInterrupt):
+        team._wait()
+    assert len(waits) == 3

@@ -641,3 +641,39 @@ def test_a_stray_call_of_scale_is_no_record(tmp_path):
     scaler.scale(torch.ones(()))
     ampscope.unwatch(scaler)
     assert only_run(tmp_path).steps.tolist() == [0, 1]
+
+
+def test_a_run_this_process_writes_is_refused_in_its_own_words(tmp_path):
+    """A notebook's cell that runs again while the old scaler is still at hand: what to call is said."""
+    model = torch.nn.Linear(4, 1)
+    old = ampscope.watch(torch.amp.GradScaler("cpu"), model, log_dir=tmp_path, run="r")
+    with pytest.raises(ampscope.AmpscopeError, match=r"this one; call ampscope.unwatch\(\)"):
+        ampscope.watch(torch.amp.GradScaler("cpu"), model, log_dir=tmp_path, run="r")
+    ampscope.unwatch(old)
+    ampscope.unwatch(ampscope.watch(torch.amp.GradScaler("cpu"), model, log_dir=tmp_path, run="r"))
+    assert len(ampscope.open_run(tmp_path / "r").sessions) == 2
+
+
+def test_parameters_changed_beneath_the_same_object_are_described_anew(tmp_path):
+    """`param.data = ...` of another shape, `model.double()`: at the next step with histograms the layers say so, in a new part."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 1))
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    ampscope.watch(scaler, model, log_dir=tmp_path, exponents_every=2, tensorboard=False)
+    for step in range(6):
+        if step == 2:
+            model[0].weight.data, model[0].bias.data = torch.randn(3, 4), torch.zeros(3)
+            model[1].weight.data = torch.randn(1, 3)
+        if step == 4:
+            model.double()
+        opt.zero_grad()
+        scaler.scale(model(torch.ones(2, 4, dtype=model[0].weight.dtype)).mean()).backward()
+        scaler.step(opt)
+        scaler.update()
+    ampscope.unwatch(scaler)
+    run = only_run(tmp_path)
+    assert run.steps.tolist() == list(range(6))
+    assert run.layers[0].shape == (3, 4)
+    assert run.layers[0].numel == 12
+    assert {layer.dtype for layer in run.layers} == {"float64"}
+    assert np.isfinite(run.metric("grad_norm")).all()

@@ -157,6 +157,11 @@ def _enter(path: Path, rank: int, key: str | None, step: int | None) -> RunClaim
         book = _book(path)
         if not _joinable(book, path, rank, key):
             live = _live(path, rank if _same_launch(book, key) else None)
+            if live == f"process {os.getpid()} on {platform.node()}":
+                raise AmpscopeError(
+                    f"watch(): run {path.name!r} in {str(path.parent)!r} is being written by a live process, this one; "
+                    "call ampscope.unwatch() on the scaler that writes it, or choose another run name"
+                )
             if live:
                 raise AmpscopeError(
                     f"watch(): run {path.name!r} in {str(path.parent)!r} is being written by a live process ({live}); "

@@ -318,7 +318,8 @@ class Recorder(Guarded):
         are measured at every step, and dropped later.
         """
         if self.window.measuring or skipped or self._state.on_device:
-            take(self.window, self.roster.plan(optimizer), self.scaler._scale if unscaled else None)
+            plan = self.roster.plan(optimizer, closely=self.window.keep_exponents)
+            take(self.window, plan, self.scaler._scale if unscaled else None)
 
     def _read_scaler(self) -> None:
         """Put flags, scale and growth tracker, as they are now, into the record; each flag goes into one record."""

@@ -19,7 +19,7 @@ from ampscope.record.step import Layer
 class Plan:
     """The parameters of one optimizer as last seen, and their layers."""
 
-    __slots__ = ("groups", "index", "kind", "label", "last", "optimizer", "params", "places", "whole")
+    __slots__ = ("_looks", "groups", "index", "kind", "label", "last", "optimizer", "params", "places", "whole")
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, label: str, params: list[torch.Tensor], index: list[int]
@@ -32,6 +32,7 @@ class Plan:
         self.places = index
         self.index, self.whole = np.array(index, np.int64), frozenset(index)
         self.last = remember()
+        self._looks = [(p.shape, p.dtype) for p in params]
 
     def fits(self, groups: list[dict[str, Any]]) -> bool:
         """Whether the optimizer still holds exactly these parameters (300 of them take 10 µs to compare)."""
@@ -39,6 +40,10 @@ class Plan:
             len(mine) == len(group["params"]) and all(map(operator.is_, mine, group["params"]))
             for mine, group in zip(self.groups, groups, strict=True)
         )
+
+    def looks_as_before(self) -> bool:
+        """Whether the parameters' shapes and dtypes are those of before (`param.data = ...` changes them beneath the same object)."""
+        return self._looks == [(p.shape, p.dtype) for p in self.params]
 
 
 class Roster:
@@ -79,11 +84,15 @@ class Roster:
         known = self._index
         return any(id(p) in known for group in optimizer.param_groups for p in group["params"])
 
-    def plan(self, optimizer: torch.optim.Optimizer) -> Plan:
-        """Return the optimizer's parameters, looked up anew where it is new or its groups have changed."""
+    def plan(self, optimizer: torch.optim.Optimizer, closely: bool = False) -> Plan:
+        """Return the optimizer's parameters, looked up anew where it is new or its groups have changed; `closely`: or they themselves."""
         old = self._plans.get(id(optimizer))
         if old is not None and old.optimizer() is optimizer and old.fits(optimizer.param_groups):
-            return old
+            if not closely or old.looks_as_before():
+                return old
+            for at, param in zip(old.places, old.params, strict=True):
+                self.layers[at] = names.make_layer(self.layers[at].name, param, old.label)
+            self.changed = True
         return self._learn(optimizer, old)
 
     def _learn(self, optimizer: torch.optim.Optimizer, old: Plan | None) -> Plan:

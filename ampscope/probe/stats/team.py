@@ -69,8 +69,22 @@ class Thread:
             self._thread.start()
         self._job = job
         self._start.release()
-        jobs.member(job)
-        self._done.acquire()
+        try:
+            jobs.member(job)
+        finally:
+            self._wait()
+
+    def _wait(self) -> None:
+        """Wait for the other thread, also where the user presses Ctrl-C meanwhile: it works in memory that the caller gives away."""
+        interrupted: BaseException | None = None
+        while True:
+            try:
+                self._done.acquire()
+                break
+            except KeyboardInterrupt as error:
+                interrupted = error
+        if interrupted is not None:
+            raise interrupted
 
     def _work(self) -> None:
         while True:
