@@ -2,7 +2,7 @@
 
 Truth: the same batch, FP32, weights rounded to FP16; an element is flushed where FP32 has it non-zero and the FP16 run exactly zero.
 
-    python benchmarks/underflow_accuracy.py [--held-out] [--drift] [--quick] [--models mlp,cnn] [--seeds 3]
+    python benchmarks/underflow_accuracy.py [--held-out] [--drift] [--alone] [--quick] [--models mlp,cnn] [--seeds 3]
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from underflow_heldout import HELD_OUT
 from underflow_models import MODELS
 
 import ampscope
+from ampscope.record.history import History
 
-torch.set_num_threads(
-    1
-)  # FP16 kernels on several threads are not bit-reproducible, and the probe compares two backwards
+# FP16 kernels on several threads are not bit-reproducible, and the probe compares two backwards.
+torch.set_num_threads(1)
 
 WEIGHTS = (1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5)
 SCALES = (1.0, 2.0**5, 2.0**10, 2.0**16)
@@ -154,9 +154,12 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--held-out", action="store_true", help="models that nothing was fitted on")
     parser.add_argument("--drift", action="store_true", help="a batch of its own for each step, in random order")
+    parser.add_argument("--alone", action="store_true", help="each step judged by itself, without those before")
     parser.add_argument("--models", default="", help="only these, of either set")
     parser.add_argument("--seeds", type=int, default=3)
     args = parser.parse_args()
+    if args.alone:
+        History.judge = lambda self, own, *rest: own
     names = args.models.split(",") if args.models else list(HELD_OUT if args.held_out else MODELS)
     weights, scales = (WEIGHTS[::2], SCALES[::3]) if args.quick else (WEIGHTS, SCALES)
     everything, start = [], time.perf_counter()

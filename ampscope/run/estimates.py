@@ -35,9 +35,8 @@ def parts(
     for part, columns in series.parts(tuple(dict.fromkeys((*names, *probed))), every):
         at = every[part]
         own = underflow.estimate(columns, context, *(x[at - first] for x in scalars))
-        found = history.judge(own, columns, context.numel, np.isin(at, references), columns.get("probed_flushed"))
-        asked = np.searchsorted(rows, at)
-        mine = (asked < len(rows)) & (rows[np.minimum(asked, len(rows) - 1)] == at)
+        found = history.judge(own, columns, context.numel, _place(references, at)[1], columns.get("probed_flushed"))
+        asked, mine = _place(rows, at)
         if mine.any():
             to = asked[mine]
             whole = columns | dict(zip(ESTIMATES, found, strict=True))
@@ -48,10 +47,20 @@ def references_of(series: Series) -> Array:
     """Return the rows of a stream that tell later ones something: those with histograms or a probe, int64, ascending."""
     found = series.histogram_rows
     if PROBED in series.extra:
-        every = max(int(series.header.settings.get("every", 1)), 1) if series.header else 1
+        every = series.header.settings.get("every") if series.header else 1
+        every = every if isinstance(every, int) and every > 0 else 1
         probed = ~np.isnan(series.scalar(PROBED)) & (series.steps % every == 0)  # of others no layer was measured
         found = np.union1d(found, np.flatnonzero(probed))
     return found
+
+
+def _place(ascending: Array, values: Array) -> tuple[Array, Array]:
+    """Return (where each value stands or would stand among ascending ones, bool: whether it is there)."""
+    at = np.searchsorted(ascending, values)
+    inside = at < len(ascending)
+    there = inside.copy()
+    there[inside] = ascending[at[inside]] == values[inside]
+    return at, there
 
 
 def _with_references(rows: Array, references: Array) -> Array:
