@@ -490,3 +490,14 @@ def test_every_key_is_listed_and_handled():
     listed = {part.strip() for keys, _ in page.KEYS for part in keys.split(",")} - {"1 … 6", "Esc"}
     for key in listed:
         assert f"{key}:" in handled or f'"{key}":' in handled, key
+
+
+def test_an_unknown_run_is_said_and_the_newest_offered(store):
+    """A link to a run that is gone names it, and has a button for the newest one; nothing is shown in its stead."""
+    out = dict(zip(poll.OUTPUTS, poll.poll(store, {"run": "gone <b>"}, None), strict=False))
+    assert out["blank-hidden"] is False
+    shown = words(out["blank"])
+    assert "There is no run of that name" in shown
+    assert "gone <b>" in shown
+    assert f"Show the newest run: {store.entries()[0].key}" in shown
+    assert out["run"] is no_update

@@ -162,6 +162,7 @@
     "close-help": () => byId("help").close(),
     png: savePng,
     csv: () => { counter += 1; props("csv-ask", { data: Object.assign({ n: counter, tab: view.tab, theme: effective() }, view) }); },
+    run: (name) => set({ run: name }),
     layer: (name) => set({ layer: name, tab: "layers" }),
     fold: (name) => set({ open: view.open.includes(name) ? view.open.filter((x) => x !== name) : view.open.concat([name]) }),
     "layer-step": (by) => {

@@ -59,7 +59,9 @@ def table(view: views.EventList) -> list[Any]:
             )
         ]
     body = [_line(item, view.chosen is not None and item.id == view.chosen.id) for item in view.items]
-    parts: list[Any] = [html.Table([html.Thead(html.Tr([html.Th(h) for h in HEAD])), html.Tbody(body)])]
+    parts: list[Any] = [
+        html.Table([html.Thead(html.Tr([html.Th(h) for h in HEAD])), html.Tbody(body)], className="cards")
+    ]
     if view.pages > 1:
         parts.append(
             html.Div(
@@ -79,18 +81,15 @@ def table(view: views.EventList) -> list[Any]:
 def _line(item: views.Item, chosen: bool) -> html.Tr:
     e = item.event
     layer = e.layers[0] + (f" + {len(e.layers) - 1} more" if len(e.layers) > 1 else "") if e.layers else ""
+    at = act(f"{e.step:,}", "event", item.id, className="link", title="Show this step on every chart")
+    told: list[tuple[Any, str]] = [
+        (at, "brief"), (views.KIND_WORDS.get(e.kind, e.kind), f"brief kind-{e.kind}"), ("" if e.phase == "none" else e.phase, "brief"),
+        (layer, "free"), ("" if e.op == "-" else e.op, ""), (e.where, ""), (str(e.rank), "brief"), (e.message, "free"),
+    ]  # fmt: skip
+    # on a phone a row is a card: each cell says what it is, and empty ones are left out
     cells = [
-        html.Td(
-            act(f"{e.step:,}", "event", item.id, className="link", title="Show this step on every chart"),
-            className="brief",
-        ),
-        html.Td(views.KIND_WORDS.get(e.kind, e.kind), className=f"brief kind-{e.kind}"),
-        html.Td("" if e.phase == "none" else e.phase, className="brief"),
-        html.Td(layer, className="free"),
-        html.Td(e.op),
-        html.Td(e.where),
-        html.Td(str(e.rank), className="brief"),
-        html.Td(e.message, className="free"),
+        html.Td(value, className=f"{kind} none" if value == "" else kind, **{"data-label": name})
+        for name, (value, kind) in zip(HEAD, told, strict=True)
     ]
     return html.Tr(cells, className="chosen" if chosen else "", **({"aria-current": "true"} if chosen else {}))
 

@@ -9,7 +9,7 @@ from dash import Dash, Input, Output, State, html, no_update
 
 from ampscope.errors import LogError
 
-from ..layout.parts import notice
+from ..layout.parts import act, notice
 from ..reader import RunStore
 from ..source import Source
 from .common import ERRORS, Sender
@@ -67,9 +67,7 @@ def poll(store: RunStore, beat: Any, have: Any) -> tuple[Any, ...]:
             if not len(source.steps):
                 blank = no_step(key, life.state)
         except ERRORS as error:
-            blank = notice(
-                "This run cannot be read", str(error), "Another run can be chosen above.", className="notice error"
-            )
+            blank = unreadable(key, str(error), keys)
     options = [{"value": k, "label": k} for k in keys]
     if blank is None:
         blank_part, hidden = None, True
@@ -137,6 +135,14 @@ def no_runs(store: RunStore) -> Any:
         "This page goes on looking. Training writes a run with:",
         command=_command(store),
     )
+
+
+def unreadable(key: str, why: str, keys: list[str]) -> Any:
+    """Return what is shown of a run that is not there or cannot be read, with the newest other one on offer."""
+    others = [k for k in keys if k != key]
+    title = "This run cannot be read" if key in keys else "There is no run of that name"
+    offer = [act(f"Show the newest run: {others[0]}", "run", others[0])] if others else []
+    return notice(title, why, "Any run can be chosen above.", *offer, className="notice error")
 
 
 def no_step(key: str, state: str) -> Any:

@@ -124,11 +124,12 @@ def events() -> list[Any]:
                         dcc.Checklist(
                             id="kinds", options=kinds, value=["skip", "nonfinite"], inline=True, className="choice"
                         ),
-                        "wide",
+                        "all",
                     ),
                     field(
                         "Search",
-                        dcc.Input(id="evq", type="search", placeholder="layer, op, message", debounce=0.3, value=""),
+                        dcc.Input(id="evq", type="search", placeholder="layer, op, rank 0 …", debounce=0.3, value=""),
+                        "search",
                     ),
                     field("Order", choice("evorder", [("old", "oldest first"), ("new", "newest first")], "old")),
                 ],

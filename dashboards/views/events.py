@@ -87,7 +87,7 @@ def matching(source: Source, kinds: Sequence[str], query: str | None) -> tuple[l
 
 
 def _searched(e: Event) -> str:
-    return " ".join([str(e.step), e.kind, e.phase, *e.layers, e.op, e.where, e.message])
+    return " ".join([str(e.step), e.kind, e.phase, *e.layers, e.op, e.where, f"rank{e.rank} rank {e.rank}", e.message])
 
 
 def event_list(
