@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ampscope
 from ampscope.errors import AmpscopeError
+from ampscope.probe import armed
 
 LAYERS = 12
 
@@ -304,3 +305,22 @@ def test_a_mask_is_no_fault_on_a_device_either():
     tracer.deferred.send()
     tracer.deferred.settle(tracer.trace)
     assert not tracer.trace.births
+
+
+def test_a_sick_run_whose_traced_steps_are_slow_is_traced_less(tmp_path, monkeypatch):
+    """Thousands of layers that are all non-finite: after a minute of traced steps tracing takes its share of the time and no more."""
+    monkeypatch.setattr(armed, "FREE_SECONDS", 0.0)
+    monkeypatch.setattr(armed, "TIME_SHARE", 0.0)
+    traced = []
+    opened = armed.ArmedTracer._open
+    monkeypatch.setattr(armed.ArmedTracer, "_open", lambda self: (traced.append(self._recorder.step), opened(self)))
+    model = torch.nn.Linear(4, 1)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = ampscope.watch(torch.amp.GradScaler("cpu", init_scale=4.0), model, log_dir=tmp_path, tensorboard=False)
+    for _ in range(8):
+        opt.zero_grad()
+        scaler.scale(model(torch.full((2, 4), float("nan"))).mean()).backward()
+        scaler.step(opt)
+        scaler.update()
+    ampscope.unwatch(scaler)
+    assert traced == [0]  # the audit

@@ -7,6 +7,7 @@ the first step and then ever more rarely, and over a few evaluation forwards.
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ BURST = 20
 """Steps the tracer stays armed at a time."""
 SHARE = 0.01
 """Of the run's steps, traced at most."""
+FREE_SECONDS, TIME_SHARE = 60.0, 0.05
+"""Seconds of a session that traced steps may take, and beyond that their share of its time: thousands of layers that are all sick are slow."""
 AUDIT_FIRST = 250
 """Steps to the second audit; the distance doubles afterwards, so that less than 0.5 % of steps are audited."""
 MOST_FORWARDS = 128
@@ -49,6 +52,8 @@ class ArmedTracer(Observer):
         self._handles = hooks.Handles()
         self._armed = 0
         self._traced = 0
+        self._seconds = 0.0
+        self._born = self._opened = time.monotonic()
         self._start = 0
         self._audit = True
         self._next_audit = 0
@@ -144,6 +149,7 @@ class ArmedTracer(Observer):
         if _get_current_dispatch_mode_stack():
             return  # never above a mode of the user's: its end would pop ours
         self._forwards = 0
+        self._opened = time.monotonic()
         self._tracer = OpTracer(self._places, self._parameters())
         self._tracer.enter()
 
@@ -210,6 +216,8 @@ class ArmedTracer(Observer):
             if tracer is not None:
                 tracer.leave()
         tracer, self._tracer, self._eval_tracer = self._tracer, None, None
+        if tracer is not None:
+            self._seconds += time.monotonic() - self._opened
         if tracer is None or recorder is None:
             return
         self._traced += 1
@@ -248,6 +256,8 @@ class ArmedTracer(Observer):
             self._suspicious = False
             budget = max(FREE_STEPS, int(SHARE * (step - self._start)))
             self._armed = max(min(BURST, budget - self._traced), 0)
+        if self._armed and self._seconds > max(FREE_SECONDS, TIME_SHARE * (time.monotonic() - self._born)):
+            self._armed = 0
         if self._waiting():
             self._arm_hooks()
         elif self._evals >= EVAL_TRACES:
