@@ -17,6 +17,7 @@ from ampscope.probe.values import host, key
 SENTINEL = -0.9 * 65504.0
 """From here down a tensor without a gradient is a mask of the lowest finite value (with a bias added, perhaps)."""
 SUMS = {"add", "sub", "add_", "sub_"}
+PRODUCTS = {"mul", "mul_"}
 
 
 class Candidates:
@@ -55,8 +56,9 @@ def of_cast(name: str, inputs: Sequence[torch.Tensor], nan: bool, pos: bool) -> 
 
 
 def of_masks(name: str, inputs: Sequence[torch.Tensor], nan: bool, pos: bool) -> bool:
-    """Whether an operation's -inf is that of a mask: something was added to the lowest finite value."""
-    if nan or pos or name not in SUMS:
+    """Whether an operation's -inf is that of a mask: something was added to the lowest finite value, or that was multiplied."""
+    alone = name in PRODUCTS and not any(t.requires_grad for t in inputs)
+    if nan or pos or not (name in SUMS or alone):
         return False
     fixed = [t for t in inputs if not t.requires_grad and host(t) and t.numel()]
     return any(float(t.detach().amin().float().numpy()) <= SENTINEL for t in fixed)

@@ -14,6 +14,7 @@ VARIANTS = [
     {"form": "add", "hide": True, "layers": 2, "bad": 1},
     {"form": "lowest", "seed": 2},
     {"form": "cast", "always": True},
+    {"form": "times", "seed": 3},
     {"form": "actions", "optimizer": "adam"},
 ]
 
@@ -44,6 +45,8 @@ class Attention(nn.Module):
         elif self.form == "lowest":  # two masks of the lowest finite value: their sum is -inf in FP16
             lowest = torch.zeros(mask.shape, dtype=torch.float16).masked_fill(mask, torch.finfo(torch.float16).min)
             logits = logits + (lowest + lowest)
+        elif self.form == "times":  # further down than FP16 goes
+            logits = logits + mask.to(logits.dtype) * torch.finfo(torch.float16).min * 4
         else:
             logits = logits.masked_fill(mask, float("-inf"))
         return x + logits.softmax(-1) @ v
