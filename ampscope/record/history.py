@@ -105,9 +105,7 @@ def _joined(own: Found, zeros: Array, count: Array, total: Array, squares: Array
     told, far = np.clip(zeros - mean, 0, zeros), CONTRADICTION * np.sqrt(doubt)
     sure = count >= SURE
     above, below = sure & (told - far > high), sure & (told + far < low)
-    # One of the two is wrong, and nothing tells which: halfway between.
     width = np.where(high - low > TIGHT, ((high - low) / 4).astype(np.float64) ** 2, 0)
-    width = np.where(above | below, doubt, width)
     low, high = np.where(below, told, low), np.where(above, told, high)
     trust = np.where(count > 0, width / (width + doubt), 0)
     best = np.clip(best + trust * (np.clip(told, low, high) - best), low, high)
