@@ -73,7 +73,13 @@ def _overview(store: RunStore, ask: Ask) -> Iterable[Sequence[Any]]:
 def _rows(source: Source, rank: int, ask: Ask) -> Any:
     part = window(source.steps, ask.span.low, ask.span.high)
     if part.stop - part.start <= ROWS:
-        return np.arange(part.start, part.stop)
+        rows = np.arange(part.start, part.stop)
+        low, high = ask.span.low, ask.span.high
+        if (
+            low is not None and high is not None
+        ):  # a line is drawn from the row before to the row after; they are not in view
+            rows = rows[(source.steps[rows] >= low) & (source.steps[rows] <= high)]
+        return rows
     drawn = [
         source.line(n, rank, ask.span.low, ask.span.high)[0]
         for n in ("loss", "loss_scale", "grad_norm", "underflow_ratio")
