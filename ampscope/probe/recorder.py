@@ -168,6 +168,11 @@ class Recorder(Guarded):
         self._begin(optimizer, True)
         self.window.unscaled.add(id(optimizer))
 
+    def unscale_disabled(self, optimizer: torch.optim.Optimizer) -> None:
+        """A disabled scaler was asked to unscale, and does nothing: gradients are complete all the same."""
+        if self.roster.holds(optimizer):
+            self._begin(optimizer, True)
+
     def after_unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Off the sampling grid the statistics of a skipped step are still wanted: take them if the flag is on the host."""
         if not self.window.measuring and self._state.overflowed(optimizer):

@@ -49,7 +49,10 @@ def methods(scaler: Any, recorder: Recorder, close: Callable[[], None]) -> dict[
     @hooks.wraps_method(original.unscale_)
     def unscale_(self: Any, *args: Any, **kwargs: Any) -> Any:
         optimizer = first(args, kwargs)
-        if off(self) or not self._enabled or not hasattr(optimizer, "param_groups"):
+        if off(self) or not hasattr(optimizer, "param_groups"):
+            return original.unscale_(self, *args, **kwargs)
+        if not self._enabled:  # FP32 by the same code: measured where AMP's gradients are, before clipping
+            recorder.guarded("unscale_disabled", optimizer)
             return original.unscale_(self, *args, **kwargs)
         recorder.guarded("before_unscale", optimizer)
         out = call("unscale_", self, args, kwargs)
