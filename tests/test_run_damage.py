@@ -3,7 +3,9 @@
 import contextlib
 import io
 import json
+import os
 import struct
+import time
 
 import numpy as np
 import pyarrow as pa
@@ -223,3 +225,20 @@ def test_a_damaged_length_does_not_hide_what_follows(log):
     run = ampscope.open_run(path)
     assert run.steps.tolist() == [*range(30), *range(60, 90)]
     assert run.damage
+
+
+def test_a_copy_that_was_cut_says_so_once_nobody_writes_it(tmp_path):
+    """Its rows stand nowhere else; while a writer lives, the end of a file is a batch on its way. An empty file is said too."""
+    layers = make_layers(2)
+    write_run(tmp_path, layers, records(60, layers), name="run")
+    main = next((tmp_path / "run").glob("ampscope-*.arrows"))
+    main.write_bytes(main.read_bytes()[: main.stat().st_size * 3 // 5])
+    assert ampscope.open_run(tmp_path / "run").damage == []
+    os.utime(main, (time.time() - 3600,) * 2)
+    run = ampscope.open_run(tmp_path / "run")
+    assert len(run.steps) == 0
+    assert len(run.damage) == 1
+    assert "ends inside a batch" in run.damage[0]
+    main.write_bytes(b"")
+    os.utime(main, (time.time() - 3600,) * 2)
+    assert [line.partition(" is ")[2] for line in ampscope.open_run(tmp_path / "run").damage] == ["empty"]

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
+import shutil
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -80,8 +84,8 @@ def story(outcome: Outcome) -> list[str]:
     steps, scale, skipped = run.steps.tolist(), run.scalar("loss_scale"), run.scalar("skipped") > 0
     lines = [f"Test accuracy {outcome.accuracy:.1%} after {len(steps)} steps, {int(skipped.sum())} of them skipped."]
     bad = outcome.bad_step
-    at = steps.index(bad)
-    if skipped[at]:
+    at = int(run.steps.searchsorted(bad))
+    if at < len(steps) and skipped[at]:
         layers = [layer.name for layer, n in zip(run.layers, run.metric("nonfinite_count")[at], strict=True) if n > 0]
         after = f", and halved the loss scale to 2^{math.log2(scale[at + 1]):.0f}" if at + 1 < len(scale) else ""
         lines.append(
@@ -93,7 +97,7 @@ def story(outcome: Outcome) -> list[str]:
         lines.append(
             f"Step {bad} was the batch with pixels of 0..255: at this loss scale its gradients did not overflow."
         )
-    others = int(skipped.sum()) - bool(skipped[at])
+    others = int(skipped.sum()) - (at < len(steps) and bool(skipped[at]))
     if others:
         who = "one other skipped step is" if others == 1 else f"{others} other skipped steps are"
         lines.append(f"The {who} the scale finding its level: it grows until a step overflows.")
@@ -103,9 +107,19 @@ def story(outcome: Outcome) -> list[str]:
 def following(outcome: Outcome, log_dir: str) -> list[str]:
     """Return the commands to run next, with a word on each."""
     commands = [
-        (f"ampscope check {outcome.run_dir}", "is the run healthy?"),
-        (f"tensorboard --logdir {log_dir}", "the curves in TensorBoard"),
-        (f"ampscope dashboard {log_dir}", "the dashboard"),
+        (f"{program('ampscope')} check {outcome.run_dir}", "is the run healthy?"),
+        (f"{program('tensorboard')} --logdir {log_dir}", "the curves in TensorBoard"),
+        (f"{program('ampscope')} dashboard {log_dir}", "the dashboard"),
     ]
     width = max(len(c) for c, _ in commands)
     return [f"{c:{width}}  # {what}" for c, what in commands]
+
+
+def program(name: str) -> str:
+    """Return how a command of this environment can be typed here: by its name, or by its path where that is not on PATH."""
+    beside = Path(sys.executable).with_name(name)
+    found = shutil.which(name)
+    if not beside.exists() or (found is not None and os.path.samefile(found, beside)):
+        return name
+    shown = os.path.relpath(beside)
+    return str(beside) if shown.startswith("..") else shown

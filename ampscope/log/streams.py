@@ -35,6 +35,8 @@ class Stream:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.damage: list[str] = []
+        self.torn = 0
+        """Bytes at the end that are no whole message: one is being written, or the file was cut there."""
         self.finished = False
         self.header: Header | None = None
         self.schema: pa.Schema | None = None
@@ -84,6 +86,7 @@ class Stream:
                     self._mark = (0, 0, 0)
                     self.damage.clear()
                 found = self._scan(file, stat.st_size)
+                self.torn = 0 if self.finished else stat.st_size - self._offset
                 if found:
                     self._remember(file, found[-1].offset, found[-1].head)
                 return anew, [(frame, self._load(file, frame, columns) if columns else None) for frame in found]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from ampscope.log.rundir import DEAD_AFTER
 from ampscope.log.schema import BASE, LAYER_COLUMNS, Header, make_schema
 from ampscope.log.streams import Stream, tail_of
 from ampscope.record.step import MEASURED, Event
@@ -50,7 +52,25 @@ class Series:
     @property
     def damage(self) -> list[str]:
         """What was left out, a line each."""
-        return [*self._main.damage, *self._tail.damage]
+        return [*self._main.damage, *self._tail.damage, *self._cut()]
+
+    def _cut(self) -> list[str]:
+        """Say that a file ends inside a batch that no writer will complete, and whose rows stand nowhere else."""
+        if self.finished or self._tail_blocks or (self.steps.size and not self._main.torn):
+            return []
+        try:
+            stat = self.path.stat()
+        except OSError:
+            return []
+        if time.time() - stat.st_mtime < DEAD_AFTER:
+            return []
+        if not stat.st_size:
+            return [f"{self.path.name} is empty"]
+        if not self._main.torn:
+            return []
+        return [
+            f"{self.path.name} ends inside a batch: its last {self._main.torn:,} bytes are of no use (was it copied whole?)"
+        ]
 
     @property
     def files(self) -> tuple[Path, Path]:

@@ -24,6 +24,10 @@ DEPTH_LAYERS = 4
 """Weight matrices from which a network has a depth to speak of."""
 AGAIN = 2
 """Times a fault that no trace explains must come before it counts as one of its own."""
+NEARBY = 100
+"""Steps before a lonely overflow that tell how close the scale had come to FP16's end."""
+CLOSE_BITS = 1.0
+"""Doublings left below which the next larger batch overflows."""
 RARE = 0.02
 """Share of steps below which untraced skips with a finite loss are ordinary outliers."""
 
@@ -178,8 +182,20 @@ def _untraced(f: Facts) -> Finding | None:
         numbers=known,
         remedy="""Run such a batch under ampscope.trace(model) to name the operation; look for sqrt, log, division or norm at 0 there."""
         if often
-        else "Nothing, if it stays alone: an outlier batch, which the scaler skipped.",
+        else _once(f, first.step),
     )
+
+
+def _once(f: Facts, step: int) -> str:
+    """Say whether one lonely overflow was to be expected: how close the steps before it had come to FP16's end."""
+    at = f.position(step)
+    before = f.scalar("headroom_bits")[max(0, at - NEARBY) : at]
+    before = before[np.isfinite(before)]
+    left = float(before.min()) if len(before) else np.inf
+    if left < CLOSE_BITS:
+        return f"""Nothing, if it stays alone: the loss scale had come within {left:.1f} doublings of FP16's end in the steps before,
+            and the scaler halved it, as it should."""
+    return "Nothing, if it stays alone: a batch out of the ordinary, which the scaler skipped."
 
 
 def _calibration(f: Facts, step: int) -> bool:
