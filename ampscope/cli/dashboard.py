@@ -10,6 +10,10 @@ import click
 from ampscope.errors import LogError
 
 
+LAST = 3.0
+"""Seconds that threads get to end."""
+
+
 @click.command("dashboard")
 @click.argument("logdir")
 @click.option(
@@ -42,7 +46,7 @@ def command(logdir: str, host: str, port: int, url_prefix: str, allow_host: tupl
     from ampscope_dashboards.warm import warm
 
     store = RunStore(logdir)
-    warm(store)  # before Dash is imported, which takes as long
+    reading = warm(store)  # before Dash is imported, which takes as long
     from ampscope_dashboards.app import create_app
     from ampscope_dashboards.server import Server, is_loopback, ssh_line
 
@@ -63,4 +67,6 @@ def command(logdir: str, host: str, port: int, url_prefix: str, allow_host: tupl
     except KeyboardInterrupt:
         pass  # the way it is meant to end
     click.echo("Stopped.", err=True)
+    reading.join(LAST)  # a thread that reads while the interpreter ends may hold a lock that its end needs
+    store.diagnosis.finish(LAST)
     return 0
