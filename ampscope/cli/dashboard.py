@@ -9,7 +9,6 @@ import click
 
 from ampscope.errors import LogError
 
-
 LAST = 3.0
 """Seconds that threads get to end."""
 
