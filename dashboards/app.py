@@ -29,8 +29,6 @@ INDEX = """<!DOCTYPE html>
   document.documentElement.dataset.theme = theme;
 })();
 </script>
-<link rel="preload" as="script" href="PREFIX_dash-component-suites/plotly/package_data/plotly.min.js">
-<link rel="preload" as="script" href="PREFIX_dash-component-suites/dash/dcc/async-graph.js">
 {%css%}
 </head>
 <body>
@@ -39,8 +37,7 @@ INDEX = """<!DOCTYPE html>
 </body>
 </html>
 """
-"""The theme is set before the first paint, so that a dark page does not flash white. Dash asks for the charts' code only when
-its own has run: it is loaded beside it."""
+"""The theme is set before the first paint, so that a dark page does not flash white."""
 
 
 def create_app(log_dir: str | Path, *, url_prefix: str = "/", store: RunStore | None = None) -> Dash:
@@ -63,7 +60,7 @@ def create_app(log_dir: str | Path, *, url_prefix: str = "/", store: RunStore | 
         health_endpoint="health",
         enable_mcp=False,
         add_log_handler=False,
-        index_string=INDEX.replace("PREFIX", url_prefix),
+        index_string=INDEX,
         meta_tags=[
             {"name": "viewport", "content": "width=device-width, initial-scale=1"},
             {"name": "color-scheme", "content": "light dark"},

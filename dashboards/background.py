@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from ampscope.errors import AmpscopeError
 from ampscope.run.run import Run
 
+from .source import SMALL
+
 if TYPE_CHECKING:
     from ampscope.analysis.finding import Finding
 
@@ -22,6 +24,12 @@ AGAIN = 10.0
 """Least seconds between two answers about a run that goes on; it grows with what the last one took."""
 PATIENCE = 0.3
 """Seconds a viewer waits for a first answer before being told that it is under way."""
+
+
+HOLD_BACK = 1.5
+"""Seconds before such an answer about a long run is begun: the first screen goes first."""
+_TURN = threading.Lock()
+"""One answer at a time: each holds a run of its own in memory."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +88,11 @@ class Background(Generic[T]):
     def _answer(self, source: Source) -> None:
         began, revision = time.monotonic(), source.revision
         value, problem = None, "it failed; the terminal says why"
+        if len(source.steps) * len(source.layers) > SMALL:
+            time.sleep(HOLD_BACK)
         try:
-            value, problem = self._make(Run(source.run.path)), ""
+            with _TURN:
+                value, problem = self._make(Run(source.run.path)), ""
         except (AmpscopeError, OSError) as error:
             problem = str(error)
         finally:  # a bug in a rule must not leave viewers waiting for ever

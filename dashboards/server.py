@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import logging
 import os
 import signal
 import socket
@@ -127,6 +128,7 @@ class Server:
     """
 
     def __init__(self, app: Dash, host: str = "127.0.0.1", port: int = 8060, *, allow: Sequence[str] = ()) -> None:
+        logging.getLogger("waitress.queue").setLevel(logging.ERROR)  # it warns of every request that waits for a thread
         guarded = Guard(app.server.wsgi_app, allowed_hosts(host, allow))
         self._server, self.port = bind(guarded, host, port)
         self.host = host

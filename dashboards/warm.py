@@ -29,6 +29,5 @@ def _newest(store: RunStore) -> None:
         rank, whole = (source.run.ranks or [0])[0], Range(None, None)
         source.cached(("overview", rank, whole), lambda: overview.overview(source, rank, whole))
         source.cached(("tiles", rank), lambda: overview.tiles(source, rank))
-        store.diagnosis.of(source)
     except (AmpscopeError, OSError):
         return  # the page says what is wrong with the folder or the log

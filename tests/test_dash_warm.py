@@ -1,7 +1,6 @@
-"""The newest run's first screen is made while the browser loads the page; the page asks for it at once."""
+"""The newest run's first screen is made while the browser loads the page."""
 
 import pytest
-from ampscope_dashboards.app import create_app
 from ampscope_dashboards.callbacks import overview
 from ampscope_dashboards.reader import RunStore
 from ampscope_dashboards.warm import warm
@@ -38,14 +37,3 @@ def test_a_folder_that_cannot_be_read_ends_quietly(tmp_path, made):
     thread = warm(RunStore(folder))
     thread.join(20)
     assert not thread.is_alive()
-
-
-def test_charts_code_is_loaded_beside_dash_itself(tmp_path):
-    """Under the prefix of a reverse proxy, and what the hint names is there."""
-    client = create_app(tmp_path, url_prefix="/amp/").server.test_client()
-    page = client.get("/amp/").get_data(as_text=True)
-    hints = [part.split('"')[0] for part in page.split('rel="preload" as="script" href="')[1:]]
-    assert len(hints) == 2
-    for hint in hints:
-        assert hint.startswith("/amp/_dash-component-suites/")
-        assert client.get(hint).status_code == 200

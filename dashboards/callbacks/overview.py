@@ -11,6 +11,7 @@ from ..figures import overview as figures
 from ..figures.theme import message
 from ..layout.parts import act
 from ..reader import RunStore
+from ..source import SMALL
 from ..views import health as health_view
 from ..views import overview as views
 from .common import ERRORS, Sender, open_source, read_ask
@@ -29,7 +30,10 @@ def answer(store: RunStore, data: Any, have: Any) -> tuple[Any, ...]:
         if not len(source.steps):
             return sender.figure("chart", message(ask.theme, "No step is recorded yet.")), [], [], "", sender.state
         view = source.cached(("overview", rank, ask.span), lambda: views.overview(source, rank, ask.span))
-        words = health_view.health(source, rank, store.diagnosis.of(source, PATIENCE))
+        patience = (
+            PATIENCE if len(source.steps) * len(source.layers) <= SMALL else 0.0
+        )  # a long run's takes longer anyway
+        words = health_view.health(source, rank, store.diagnosis.of(source, patience))
         tiles = source.cached(("tiles", rank), lambda: views.tiles(source, rank))
     except ERRORS as error:
         return sender.figure("chart", message(ask.theme, "This run cannot be read.")), [], [], str(error), sender.state
