@@ -1,6 +1,8 @@
 """Held-out models for benchmarks/underflow_accuracy.py --held-out: kinds that no constant of the estimate was fitted on.
 
 `HELD_OUT[name]() -> (model, batch, loss_fn)`. Small, and FP16 convolutions few: they are slow on CPU.
+
+Long because it is a collection: one short function a model.
 """
 
 from __future__ import annotations

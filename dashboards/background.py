@@ -27,7 +27,7 @@ PATIENCE = 0.3
 
 
 HOLD_BACK = 1.5
-"""Seconds before such an answer about a long run is begun: the first screen goes first."""
+"""Seconds before the first such answer about a long run is begun: the first screen goes first."""
 _TURN = threading.Lock()
 """One answer at a time: each holds a run of its own in memory."""
 
@@ -86,16 +86,19 @@ class Background(Generic[T]):
         return not any(t.is_alive() for t in threads)
 
     def _answer(self, source: Source) -> None:
-        began, revision = time.monotonic(), source.revision
-        value, problem = None, "it failed; the terminal says why"
-        if len(source.steps) * len(source.layers) > SMALL:
+        with self._lock:
+            first = source.key not in self._verdicts
+        if first and len(source.steps) * len(source.layers) > SMALL:
             time.sleep(HOLD_BACK)
+        _TURN.acquire()
+        began, revision = time.monotonic(), source.revision  # waiting is no part of what an answer takes
+        value, problem = None, "it failed; the terminal says why"
         try:
-            with _TURN:
-                value, problem = self._make(Run(source.run.path)), ""
+            value, problem = self._make(Run(source.run.path)), ""
         except (AmpscopeError, OSError) as error:
             problem = str(error)
         finally:  # a bug in a rule must not leave viewers waiting for ever
+            _TURN.release()
             with self._lock:
                 took = time.monotonic() - began
                 self._verdicts[source.key] = Verdict(value, problem, revision, self._clock(), took)

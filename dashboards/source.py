@@ -1,6 +1,8 @@
 """One run as the dashboard reads it: refreshed as it grows, with summaries that answer any zoom quickly.
 
 Every method may be called from any thread; the lock is held only while something is looked up or taken in.
+
+Long because everything in it is behind that one lock.
 """
 
 from __future__ import annotations

@@ -58,6 +58,14 @@ def browser():
         made.close()
 
 
+def observe(page, wrong):
+    """Put into `wrong` what a page may not do: log an error, raise, ask anything beyond 127.0.0.1."""
+    page.set_default_timeout(20_000)
+    page.on("console", lambda m: wrong.append(m.text) if m.type == "error" else None)
+    page.on("pageerror", lambda e: wrong.append(str(e)))
+    page.on("request", lambda r: None if urlsplit(r.url).hostname in ("127.0.0.1", None) else wrong.append(r.url))
+
+
 @pytest.fixture
 def visit(browser, server):
     """Return a function that opens a view; at the end nothing may have gone wrong in any of its pages."""
@@ -69,10 +77,7 @@ def visit(browser, server):
         )
         contexts.append(context)
         page = context.new_page()
-        page.set_default_timeout(20_000)
-        page.on("console", lambda m: wrong.append(m.text) if m.type == "error" else None)
-        page.on("pageerror", lambda e: wrong.append(str(e)))
-        page.on("request", lambda r: None if urlsplit(r.url).hostname in ("127.0.0.1", None) else wrong.append(r.url))
+        observe(page, wrong)
         page.on("dialog", lambda d: (wrong.append(f"dialog: {d.message}"), d.dismiss()))
         page.goto(f"{base or server.url}?{urlencode(query, doseq=True)}")
         if ready:

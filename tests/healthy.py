@@ -1,4 +1,7 @@
-"""Healthy training runs of many kinds: nothing above info may be said of any of them. Each is `run(watch, seed)`."""
+"""Healthy training runs of many kinds: nothing above info may be said of any of them. Each is `run(watch, seed)`.
+
+Long because it is a collection: one short function a kind.
+"""
 
 from __future__ import annotations
 

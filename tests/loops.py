@@ -1,6 +1,8 @@
 """The training loops ampscope must watch without changing them. Each is `loop(watch, steps)` and returns the trained parameters.
 
 `watch(scaler, model, **kwargs)` is `ampscope.watch` with a log folder, or a function that does nothing.
+
+Long because it is a collection: one short function a loop.
 """
 
 from __future__ import annotations

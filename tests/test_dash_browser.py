@@ -1,22 +1,17 @@
 """The dashboard in the system's Chromium: every tab, theme and width; no console error, no request that leaves this machine."""
 
 import os
-import shutil
 import time
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
+from ampscope_dashboards.app import create_app
+from ampscope_dashboards.server import Server
+from playwright.sync_api import expect
 
+from tests.browsing import browser, observe  # noqa: F401  (a fixture; skips without Chromium)
 from tests.helpers_log import make_layers, records, write_run
-
-CHROMIUM = next((p for p in map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome")) if p), None)
-if CHROMIUM is None and os.environ.get("CI") != "true":
-    pytest.skip("no Chromium on this system (apt-get install chromium)", allow_module_level=True)
-
-from ampscope_dashboards.app import create_app  # noqa: E402  (after the check for a browser)
-from ampscope_dashboards.server import Server  # noqa: E402  (as above)
-from playwright.sync_api import expect, sync_playwright  # noqa: E402  (as above)
 
 pytestmark = pytest.mark.browser
 TABS = {
@@ -70,27 +65,15 @@ def server(logs):
     made.close()
 
 
-@pytest.fixture(scope="module")
-def browser():
-    """Start Chromium."""
-    with sync_playwright() as playwright:
-        made = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
-        yield made
-        made.close()
-
-
 @pytest.fixture
-def page(browser):
+def page(browser):  # noqa: F811  (pytest hands the fixture over)
     """Open a page that fails the test on a console error or a request that leaves 127.0.0.1."""
     pages = []
     wrong = []
 
     def make(url, width=1280, scheme="light"):
         page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
-        page.set_default_timeout(20_000)
-        page.on("console", lambda m: wrong.append(m.text) if m.type == "error" else None)
-        page.on("pageerror", lambda e: wrong.append(str(e)))
-        page.on("request", lambda r: None if urlsplit(r.url).hostname in ("127.0.0.1", None) else wrong.append(r.url))
+        observe(page, wrong)
         page.goto(url)
         expect(page.locator("#tab-overview")).to_be_visible()
         pages.append(page)

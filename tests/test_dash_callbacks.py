@@ -1,4 +1,7 @@
-"""Dashboard: callbacks, called directly with what a browser would send."""
+"""Dashboard: callbacks, called directly with what a browser would send.
+
+One file: a tab a section, over the same made run.
+"""
 
 import csv
 import io

@@ -1,4 +1,7 @@
-"""Dashboard: run → plain data. Decimation, summaries of long runs, and what each tab shows."""
+"""Dashboard: run → plain data. Decimation, summaries of long runs, and what each tab shows.
+
+One file: a view a section, over the same made run.
+"""
 
 import dataclasses
 import math

@@ -1,4 +1,7 @@
-"""The statistics of gradients on CPU: numba and torch operations beside a slow reference."""
+"""The statistics of gradients on CPU: numba and torch operations beside a slow reference.
+
+One file: one table of inputs for every backend.
+"""
 
 import os
 import subprocess

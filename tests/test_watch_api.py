@@ -1,4 +1,7 @@
-"""`watch`, `unwatch`, `handle`, `Watch`: arguments, life time, copies and pickles."""
+"""`watch`, `unwatch`, `handle`, `Watch`: arguments, life time, copies and pickles.
+
+One file: every test is of the same three functions.
+"""
 
 import copy
 import gc
